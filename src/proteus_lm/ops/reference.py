@@ -1,0 +1,420 @@
+"""Every update rule one token at a time, as the paper prints it: the oracle for all other implementations.
+
+Proteus (eq 7-11) in one line each, with M the memory, g_t the mask of token t's open coordinates:
+    M~ = g_t * M_{t-1};   M_t = (1 - g_t) * M_{t-1} + g_t * Upd(M~, x_t);   o_t = Read(g_t * M_t, q_t)
+The rules below give `Upd`; `_scan` does the rest. Vectorised over batch and heads, slow, in fp32 or the inputs' wider type.
+Masks select (torch.where), never multiply: whatever stands in a locked coordinate, NaN included, reaches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from proteus_lm.activation import Activation
+from proteus_lm.ops.memory_activations import memory_function
+from proteus_lm.ops.rows import check_packed
+from proteus_lm.ops.state import SWLAState, TitansState
+
+Memory = tuple[Tensor, ...]
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _outer(k: Tensor, v: Tensor) -> Tensor:
+    return k[..., :, None] * v[..., None, :]
+
+
+def _read(memory: Tensor, q: Tensor) -> Tensor:
+    return (q[..., None, :] @ memory)[..., 0, :]  # M^T q: (B, H, V)
+
+
+def _documents(cu_seqlens: Tensor | None, length: int) -> list[slice]:
+    bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+
+
+def _scan(
+    update: Callable[[Tensor, int], Tensor],
+    q: Tensor,
+    values: int,
+    activation: Activation | None,
+    axis: str,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run `update(open part of M, t) -> M` over the tokens of each document."""
+    check_packed(len(q), cu_seqlens)
+    rows, length, heads, keys = q.shape
+    scale = keys**-0.5 if scale is None else scale
+    mask = None if activation is None else activation.mask()
+    outputs, finals = [], []
+    for index, document in enumerate(_documents(cu_seqlens, length)):
+        if initial_state is None:
+            memory = q.new_zeros(rows, heads, keys, values)
+        else:
+            memory = (initial_state if cu_seqlens is None else initial_state[index : index + 1]).to(q.dtype)
+        zero = memory.new_zeros(())
+        for t in range(document.start, document.stop):
+            if mask is None:
+                memory = update(memory, t)
+                read = memory
+            else:
+                gate = mask[:, t, None, :, None] if axis == "key" else mask[:, t, None, None, :]
+                memory = torch.where(gate, update(torch.where(gate, memory, zero), t), memory)
+                read = torch.where(gate, memory, zero)
+            outputs.append(scale * _read(read, q[:, t]))
+        finals.append(memory)
+    return torch.stack(outputs, 1), torch.cat(finals)
+
+
+def retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    activation: Activation | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = e^g S_{t-1} + k v^T (spec/linear.md 1.1). Shapes and arguments as `proteus_lm.ops.retention`."""
+    dtype = _wide(q, k, v, g)
+    q, k, v_, g = (x.to(dtype) for x in (q, k, v, g))
+    decay = g.exp()[..., None, None]
+    out, state = _scan(
+        lambda S, t: decay[:, t] * S + _outer(k[:, t], v_[:, t]),
+        *(q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens),
+    )
+    return out.to(v.dtype), state if output_final_state else None
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    activation: Activation | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = S_{t-1} + beta k (v - S_{t-1}^T k)^T (spec/linear.md 1.2). As `proteus_lm.ops.delta_rule`."""
+    dtype = _wide(q, k, v, beta)
+    q, k, v_, beta = (x.to(dtype) for x in (q, k, v, beta))
+    out, state = _scan(
+        lambda S, t: S + _outer(k[:, t], beta[:, t, :, None] * (v_[:, t] - _read(S, k[:, t]))),
+        *(q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens),
+    )
+    return out.to(v.dtype), state if output_final_state else None
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    activation: Activation | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = e^g S_{t-1} + beta k (v - e^g S_{t-1}^T k)^T: the error is against the decayed state (spec/linear.md 1.5)."""
+    dtype = _wide(q, k, v, g, beta)
+    q, k, v_, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    decay = g.exp()[..., None, None]
+
+    def update(S: Tensor, t: int) -> Tensor:
+        S = decay[:, t] * S
+        return S + _outer(k[:, t], beta[:, t, :, None] * (v_[:, t] - _read(S, k[:, t])))
+
+    out, state = _scan(update, q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens)
+    return out.to(v.dtype), state if output_final_state else None
+
+
+def comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    activation: Activation | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = e^g S_{t-1} + beta k (v - S_{t-1}^T p)^T: the error is against the undecayed state (spec/linear.md 1.3)."""
+    dtype = _wide(q, k, v, p, g, beta)
+    q, k, v_, p, g, beta = (x.to(dtype) for x in (q, k, v, p, g, beta))
+    decay = g.exp()[..., None, None]
+    out, state = _scan(
+        lambda S, t: decay[:, t] * S + _outer(k[:, t], beta[:, t, :, None] * (v_[:, t] - _read(S, p[:, t]))),
+        *(q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens),
+    )
+    return out.to(v.dtype), state if output_final_state else None
+
+
+def swla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    gamma: Tensor,
+    *,
+    activation: Activation | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    initial_state: Tensor | SWLAState | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, SWLAState | None]:
+    """S_t = e^g S_{t-1} + sum_{j<c} gamma[..., j] k_{t-j} v_{t-j}^T, masked by the write time t (spec/linear.md 1.4, 2.8)."""
+    dtype = _wide(q, k, v, g, gamma)
+    q, k, v_, g, gamma = (x.to(dtype) for x in (q, k, v, g, gamma))
+    rows, length, heads, keys = q.shape
+    past, matrix = gamma.shape[-1] - 1, initial_state
+    documents = _documents(cu_seqlens, length)
+    if isinstance(initial_state, SWLAState):
+        matrix, window_k, window_v = (x.to(dtype) for x in initial_state)
+    else:
+        count = rows if cu_seqlens is None else len(documents)
+        window_k, window_v = q.new_zeros(count, past, heads, keys), q.new_zeros(count, past, heads, v.shape[-1])
+    # A document's tokens behind its window: token t stands at index past + t - start.
+    parts = [
+        (torch.cat((wk, k[:, d]), 1), torch.cat((wv, v_[:, d]), 1))
+        for d, wk, wv in zip(
+            documents,
+            (window_k,) if cu_seqlens is None else window_k.split(1),
+            (window_v,) if cu_seqlens is None else window_v.split(1),
+        )
+    ]
+    where = {t: (i, t - d.start + past) for i, d in enumerate(documents) for t in range(d.start, d.stop)}
+    decay = g.exp()[..., None, None]
+
+    def update(S: Tensor, t: int) -> Tensor:
+        document, at = where[t]
+        seen_k, seen_v = parts[document]
+        S = decay[:, t] * S
+        for j in range(past + 1):
+            S = S + _outer(gamma[:, t, :, j, None] * seen_k[:, at - j], seen_v[:, at - j])
+        return S
+
+    out, final = _scan(update, q, v.shape[-1], activation, axis, scale, matrix, cu_seqlens)
+    if not output_final_state:
+        return out.to(v.dtype), None
+    tails = [torch.cat([part[i][:, part[i].shape[1] - past :] for part in parts]) for i in (0, 1)]
+    return out.to(v.dtype), SWLAState(final, *tails)
+
+
+# Titans: a small MLP f(x) = act(... act(x W1) ...) WL is the memory, and a token is written by one step of gradient descent.
+
+
+def _layer_masks(active: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Open entries of each matrix, broadcastable to (B, H, in, out), for `active` (B,) open units.
+
+    Units are hidden ones; an inner matrix is open where both its units are. A single matrix opens by key rows.
+    """
+    units = [torch.arange(w.shape[-2], device=active.device) < active[:, None] for w in weights[1:]]
+    if not units:
+        return [(torch.arange(weights[0].shape[-2], device=active.device) < active[:, None])[:, None, :, None]]
+    ins = [None, *units]
+    outs = [*units, None]
+    masks = []
+    for i, o in zip(ins, outs):
+        row = None if i is None else i[:, None, :, None]
+        column = None if o is None else o[:, None, None, :]
+        masks.append(row if column is None else column if row is None else row & column)
+    return masks
+
+
+def _apply(weights: Sequence[Tensor], x: Tensor, function: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """f(x) for x (B, H, D): the output, each layer's input, and each hidden layer's value before `act`."""
+    act, _ = memory_function(function)
+    inputs, before = [], []
+    for i, w in enumerate(weights):
+        inputs.append(x)
+        x = _read(w, x)
+        if i < len(weights) - 1:
+            before.append(x)
+            x = act(x)
+    return x, inputs, before
+
+
+def inner_gradient(weights: Sequence[Tensor], k: Tensor, v: Tensor, function: str) -> list[Tensor]:
+    """Gradient of 1/2 ||f(k) - v||^2 with respect to each matrix, by the chain rule (so that it works without autograd).
+
+    Args:
+        weights: (B, H, in, out) each.  k: (B, H, D).  v: (B, H, Dv).
+    """
+    _, slope = memory_function(function)
+    out, inputs, before = _apply(weights, k, function)
+    error = out - v
+    gradients = []
+    for i in range(len(weights) - 1, -1, -1):
+        gradients.append(_outer(inputs[i], error))
+        if i:
+            error = _read(weights[i].mT, error) * slope(before[i - 1])
+    return gradients[::-1]
+
+
+def titans_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    chunk: int,
+    read: str = "post",
+    memory_activation: str = "gelu_tanh",
+    activation: Activation | None = None,
+    initial_state: TitansState | tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, TitansState | None]:
+    """Titans eq 11-15 under Proteus' mask (spec/deep.md 1.1, 3.1). As `proteus_lm.ops.titans_memory`.
+
+    S_t = eta_t S_{t-1} - theta_t grad l(M_F; k_t, v_t);  M_t = (1 - alpha_t) M_{t-1} + S_t;  y_t = M_t(q_t) ("post") or M_{t-1}(q_t)
+    ("pre"); M_F are the weights at the last boundary of `chunk`. All of it in the open entries only.
+    """
+    check_packed(len(q), cu_seqlens)
+    dtype = _wide(q, k, v, theta, alpha, eta, *weights)
+    tensors = [x.to(dtype) for x in (q, k, v, theta, alpha, eta)]
+    weights = [w.to(dtype) for w in weights]
+    units = weights[0].shape[-1] if len(weights) > 1 else weights[0].shape[-2]
+    batch, length = q.shape[:2]
+    if activation is None:
+        active = torch.full((1, length), units, device=q.device)
+        start = initial_state.position if isinstance(initial_state, TitansState) else 0
+    else:
+        active, start = activation.active, activation.offset
+    outputs, finals = [], []
+    for index, d in enumerate(_documents(cu_seqlens, length)):
+        state, at = initial_state, start
+        if cu_seqlens is not None:
+            at = start[index : index + 1] if isinstance(start, Tensor) else start
+            state = _pick(initial_state, index)
+        out, final = _titans_document(
+            *([x[:, d] for x in tensors], weights, active[:, d].expand(batch, -1)),
+            *(chunk, read, memory_activation, state, at),
+        )
+        outputs.append(out)
+        finals.append(final)
+    joined = TitansState(*(_join(part) for part in zip(*finals)))
+    return torch.cat(outputs, 1).to(v.dtype), joined if output_final_state else None
+
+
+def _join(parts: Sequence[Tensor | Memory]) -> Tensor | Memory:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return tuple(torch.cat(x) for x in zip(*parts))
+
+
+def _pick(state: TitansState | tuple | None, index: int) -> TitansState | tuple | None:
+    """One document's part of a state."""
+    if state is None:
+        return None
+    row = [tuple(x[index : index + 1] for x in p) if isinstance(p, (tuple, list)) else p[index : index + 1] for p in state]
+    return TitansState(*row) if isinstance(state, TitansState) else tuple(row)
+
+
+def _titans_document(
+    tensors: list[Tensor],
+    weights: list[Tensor],
+    active: Tensor,
+    chunk: int,
+    read: str,
+    function: str,
+    state: TitansState | tuple | None,
+    start: int | Tensor,
+) -> tuple[Tensor, TitansState]:
+    q, k, v, theta, alpha, eta = tensors
+    batch, length, heads = q.shape[:3]
+    position = torch.as_tensor(start, device=q.device).expand(batch).long()
+    if state is None:
+        boundary: Memory = tuple(w.expand(batch, *w.shape[-3:]) for w in weights)
+        momentum0: Memory = tuple(torch.zeros_like(w) for w in boundary)
+        state = (boundary, momentum0)
+    if not isinstance(state, TitansState):  # bare weights: an empty open chunk
+        empty = [x.new_zeros(batch, chunk, *x.shape[2:]) for x in (k, v, theta, alpha, eta)]
+        state = TitansState(
+            *(tuple(x.to(q.dtype) for x in part) for part in state),
+            *empty,
+            active.new_zeros(batch, chunk),
+            position,
+        )
+    boundary, boundary_momentum = state.weights, state.momentum
+    current, momentum = titans_weights(state, memory_activation=function)
+    rows = [[x[:, i] for i in range(chunk)] for x in state[2:8]]
+    outputs = []
+    for t in range(length):
+        token = (k[:, t], v[:, t], theta[:, t], alpha[:, t], eta[:, t], active[:, t])
+        masks = _layer_masks(active[:, t], weights)
+        before = current
+        current, momentum = _write(current, momentum, boundary, token, function)
+        seen = current if read == "post" else before
+        outputs.append(_apply([torch.where(m, w, 0.0) for m, w in zip(masks, seen)], q[:, t], function)[0])
+        for i in range(chunk):  # file the token under its slot; a full chunk becomes the new boundary
+            here = position % chunk == i
+            for slots, value in zip(rows, token):
+                slots[i] = torch.where(here.view(-1, *[1] * (value.dim() - 1)), value, slots[i])
+        position = position + 1
+        full = (position % chunk == 0)[:, None, None, None]
+        boundary = tuple(torch.where(full, w, b) for w, b in zip(current, boundary))
+        boundary_momentum = tuple(torch.where(full, s, b) for s, b in zip(momentum, boundary_momentum))
+        rows = [
+            [torch.where(full[:, 0, 0, 0].view(-1, *[1] * (x.dim() - 1)), x.new_zeros(()), x) for x in slots] for slots in rows
+        ]
+    packed = [torch.stack(slots, 1) for slots in rows]
+    return torch.stack(outputs, 1), TitansState(boundary, boundary_momentum, *packed, position)
+
+
+def _write(
+    current: Memory, momentum: Memory, boundary: Memory, token: tuple[Tensor, ...], function: str
+) -> tuple[Memory, Memory]:
+    """One token's step of gradient descent with momentum and forgetting, in the open entries; `active` 0 writes nothing."""
+    k, v, theta, alpha, eta, active = token
+    masks = _layer_masks(active, current)
+    opened = [torch.where(m, w, 0.0) for m, w in zip(masks, boundary)]
+    gradients = inner_gradient(opened, k, v, function)
+    theta, alpha, eta = (x[..., None, None] for x in (theta, alpha, eta))
+    here = (active > 0)[:, None, None, None]
+    masks = [m & here for m in masks]
+    momentum = tuple(torch.where(m, eta * s - theta * u, s) for m, s, u in zip(masks, momentum, gradients))
+    current = tuple(torch.where(m, (1 - alpha) * w + s, w) for m, w, s in zip(masks, current, momentum))
+    return current, momentum
+
+
+def titans_weights(state: TitansState, *, memory_activation: str = "gelu_tanh") -> tuple[Memory, Memory]:
+    """Weights and momentum after the last token seen: those of the boundary, and the open chunk's tokens written again.
+
+    Returns:
+        (W1 .. WL), (S1 .. SL), each (N, H, in, out).
+    """
+    current, momentum = state.weights, state.momentum
+    for i in range(state.k.shape[1]):
+        token = tuple(x[:, i] for x in state[2:8])
+        current, momentum = _write(current, momentum, state.weights, token, memory_activation)
+    return current, momentum
+
