@@ -90,7 +90,7 @@ class ActivationSchedule:
     @overload
     def active(self, dim: int, position: Tensor) -> Tensor: ...
     def active(self, dim: int, position: int | Tensor) -> int | Tensor:
-        """Open coordinates of a dimension: n * (dim // E) of n < E open blocks, `dim` when all are open (the last takes the remainder).
+        """Open coordinates of a dimension: n * (dim // E) of n < E open blocks; all `dim` of E (the last takes the remainder).
 
         Raises:
             ValueError: when the dimension has fewer coordinates than there are blocks.

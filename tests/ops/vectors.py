@@ -61,9 +61,7 @@ def load(row: dict) -> Vector:
         dim = row["shape"][4] if depth > 1 else row["shape"][3]
         keywords |= {"chunk": row["chunk"], "read": row["read"]}
         if "initial_W1" in arrays:
-            keywords["initial_state"] = tuple(
-                tuple(arrays[f"initial_{x}{i + 1}"] for i in range(depth)) for x in ("W", "S")
-            )
+            keywords["initial_state"] = tuple(tuple(arrays[f"initial_{x}{i + 1}"] for i in range(depth)) for x in ("W", "S"))
     else:
         axis = "value" if row["axis"] == "value" else "key"
         dim = row["shape"][4] if axis == "value" else row["shape"][3]
@@ -74,9 +72,7 @@ def load(row: dict) -> Vector:
             keywords["initial_state"] = arrays["initial_state"]
     if row["blocks"] > 1:
         schedule = ActivationSchedule(row["blocks"], row["context"])
-        keywords["activation"] = schedule.activation(
-            dim, row["shape"][1], offset=arrays.get("offset"), cu_seqlens=cu_seqlens
-        )
+        keywords["activation"] = schedule.activation(dim, row["shape"][1], offset=arrays.get("offset"), cu_seqlens=cu_seqlens)
     elif "offset" in arrays:
         raise AssertionError(f"{row['file']}: an offset without a schedule")
     keywords["cu_seqlens"] = cu_seqlens

@@ -31,9 +31,7 @@ class PairedDifference:
         """One sentence: better, worse, or no difference beyond the noise (95%, Student's t over documents)."""
         d = self.whole
         if d.error is None:
-            return (
-                f"{self.other} against {self.base}: {d.mean:+.4f} nats per token on a single window; no error can be given, so no verdict."
-            )
+            return f"{self.other} against {self.base}: {d.mean:+.4f} nats per token on a single window; no error can be given, so no verdict."
         size = f"{abs(d.mean):.4f} ± {d.error:.4f} nats per token"
         basis = f"mean and standard error over {d.groups} documents, {d.tokens:,} tokens, the same for both"
         if not d.beyond_noise:

@@ -48,9 +48,7 @@ class LeftOut:
     short_documents: int
 
 
-def choose_windows(
-    dataset: Documents, context: int | None, max_tokens: int | None = None
-) -> tuple[tuple[Window, ...], LeftOut]:
+def choose_windows(dataset: Documents, context: int | None, max_tokens: int | None = None) -> tuple[tuple[Window, ...], LeftOut]:
     """All windows of `context` predictions, cut from each document's start; whole documents when `context` is None.
 
     With `max_tokens`, windows are taken at even distances over the whole split, at least one; the choice depends on nothing else, so

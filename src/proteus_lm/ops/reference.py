@@ -9,6 +9,7 @@ Masks select (torch.where), never multiply: whatever stands in a locked coordina
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def _scan(
     """Run `update(open part of M, t) -> M` over the tokens of each document."""
     check_packed(len(q), cu_seqlens)
     rows, length, heads, keys = q.shape
-    scale = keys**-0.5 if scale is None else scale
+    factor = keys**-0.5 if scale is None else scale
     mask = None if activation is None else activation.mask()
     outputs, finals = [], []
     for index, document in enumerate(_documents(cu_seqlens, length)):
@@ -68,7 +69,7 @@ def _scan(
                 gate = mask[:, t, None, :, None] if axis == "key" else mask[:, t, None, None, :]
                 memory = torch.where(gate, update(torch.where(gate, memory, zero), t), memory)
                 read = torch.where(gate, memory, zero)
-            outputs.append(scale * _read(read, q[:, t]))
+            outputs.append(factor * _read(read, q[:, t]))
         finals.append(memory)
     return torch.stack(outputs, 1), torch.cat(finals)
 
@@ -191,11 +192,12 @@ def swla(
     dtype = _wide(q, k, v, g, gamma)
     q, k, v_, g, gamma = (x.to(dtype) for x in (q, k, v, g, gamma))
     rows, length, heads, keys = q.shape
-    past, matrix = gamma.shape[-1] - 1, initial_state
+    past = gamma.shape[-1] - 1
     documents = _documents(cu_seqlens, length)
     if isinstance(initial_state, SWLAState):
         matrix, window_k, window_v = (x.to(dtype) for x in initial_state)
     else:
+        matrix = initial_state
         count = rows if cu_seqlens is None else len(documents)
         window_k, window_v = q.new_zeros(count, past, heads, keys), q.new_zeros(count, past, heads, v.shape[-1])
     # A document's tokens behind its window: token t stands at index past + t - start.
@@ -295,8 +297,8 @@ def titans_memory(
 ) -> tuple[Tensor, TitansState | None]:
     """Titans eq 11-15 under Proteus' mask (spec/deep.md 1.1, 3.1). As `proteus_lm.ops.titans_memory`.
 
-    S_t = eta_t S_{t-1} - theta_t grad l(M_F; k_t, v_t);  M_t = (1 - alpha_t) M_{t-1} + S_t;  y_t = M_t(q_t) ("post") or M_{t-1}(q_t)
-    ("pre"); M_F are the weights at the last boundary of `chunk`. All of it in the open entries only.
+    S_t = eta_t S_{t-1} - theta_t grad l(M_F; k_t, v_t);  M_t = (1 - alpha_t) M_{t-1} + S_t;  y_t = M_t(q_t) ("post") or
+    M_{t-1}(q_t) ("pre"); M_F are the weights at the last boundary of `chunk`. All of it in the open entries only.
     """
     check_packed(len(q), cu_seqlens)
     dtype = _wide(q, k, v, theta, alpha, eta, *weights)
@@ -325,13 +327,13 @@ def titans_memory(
     return torch.cat(outputs, 1).to(v.dtype), joined if output_final_state else None
 
 
-def _join(parts: Sequence[Tensor | Memory]) -> Tensor | Memory:
+def _join(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     return tuple(torch.cat(x) for x in zip(*parts))
 
 
-def _pick(state: TitansState | tuple | None, index: int) -> TitansState | tuple | None:
+def _pick(state: Any, index: int) -> Any:
     """One document's part of a state."""
     if state is None:
         return None
@@ -350,7 +352,7 @@ def _titans_document(
     start: int | Tensor,
 ) -> tuple[Tensor, TitansState]:
     q, k, v, theta, alpha, eta = tensors
-    batch, length, heads = q.shape[:3]
+    batch, length = q.shape[:2]
     position = torch.as_tensor(start, device=q.device).expand(batch).long()
     if state is None:
         boundary: Memory = tuple(w.expand(batch, *w.shape[-3:]) for w in weights)
@@ -383,16 +385,12 @@ def _titans_document(
         full = (position % chunk == 0)[:, None, None, None]
         boundary = tuple(torch.where(full, w, b) for w, b in zip(current, boundary))
         boundary_momentum = tuple(torch.where(full, s, b) for s, b in zip(momentum, boundary_momentum))
-        rows = [
-            [torch.where(full[:, 0, 0, 0].view(-1, *[1] * (x.dim() - 1)), x.new_zeros(()), x) for x in slots] for slots in rows
-        ]
+        rows = [[torch.where(full[:, 0, 0, 0].view(-1, *[1] * (x.dim() - 1)), x.new_zeros(()), x) for x in slots] for slots in rows]
     packed = [torch.stack(slots, 1) for slots in rows]
     return torch.stack(outputs, 1), TitansState(boundary, boundary_momentum, *packed, position)
 
 
-def _write(
-    current: Memory, momentum: Memory, boundary: Memory, token: tuple[Tensor, ...], function: str
-) -> tuple[Memory, Memory]:
+def _write(current: Memory, momentum: Memory, boundary: Memory, token: tuple[Tensor, ...], function: str) -> tuple[Memory, Memory]:
     """One token's step of gradient descent with momentum and forgetting, in the open entries; `active` 0 writes nothing."""
     k, v, theta, alpha, eta, active = token
     masks = _layer_masks(active, current)
@@ -417,4 +415,3 @@ def titans_weights(state: TitansState, *, memory_activation: str = "gelu_tanh") 
         token = tuple(x[:, i] for x in state[2:8])
         current, momentum = _write(current, momentum, state.weights, token, memory_activation)
     return current, momentum
-

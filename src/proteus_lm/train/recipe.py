@@ -11,7 +11,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -63,7 +63,7 @@ class TrainRecipe:
         threads: CPU threads of PyTorch, part of what makes a run repeat bit for bit; None = leave as it is.
         deterministic: ask PyTorch for deterministic algorithms; None = on the CPU yes, on CUDA no.
         validate_every, save_every: steps between two of them; None = after the last step only.
-        validate_tokens: tokens of the validation split that are looked at, from its start; 0 = never validate.
+        validate_tokens: tokens of the validation split to predict, spread evenly over it; 0 = never validate.
         keep: newest checkpoints that stay. log_every: steps between two lines on the console and two probes of the memory.
         tensorboard: also write RUN/tensorboard. compile: torch.compile the forward and backward pass.
         skip_nonfinite: on a non-finite loss or gradient leave the update out, count and report it, and go on (the schedule and the
@@ -292,6 +292,8 @@ class _StrictLoader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # the safe loader has its own error for this
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)

@@ -1,0 +1,290 @@
+"""The format of prepared data: a folder of token shards with a manifest, and how its files come to be whole or not at all.
+
+    manifest.json            what is here, how it was made, and the SHA-256 of every file of tokens
+    tokenizer.json (+config) the tokenizer that made it
+    train/, validation/      shard-00000.bin: token ids, little endian uint16 or uint32, no header, documents one after the other,
+                             each with its end token; shard-00000.idx: int64 (documents + 1), where documents start in the shard
+A document never spans two shards: a shard is closed by the document that reaches `shard_tokens`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+FORMAT, VERSION = "proteus-tokens", 1
+SPLITS = ("train", "validation")
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens. `bytes` counts the UTF-8 text, `tokens` the end tokens too; `longest` is in tokens."""
+
+    name: str
+    documents: int
+    tokens: int
+    bytes: int
+    longest: int
+    sha256: str
+    index_sha256: str
+
+    def files(self, folder: Path, dtype: np.dtype) -> Iterator[tuple[Path, int, str]]:
+        """(path, size in bytes, SHA-256) of the two files of this shard."""
+        yield folder / f"{self.name}.bin", self.tokens * dtype.itemsize, self.sha256
+        yield folder / f"{self.name}.idx", (self.documents + 1) * 8, self.index_sha256
+
+
+@dataclass(frozen=True)
+class Split:
+    """The shards of one split and their sums."""
+
+    shards: tuple[Shard, ...]
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, the end token of every document among them."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of UTF-8 text."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document, its end token among them."""
+        return max((shard.longest for shard in self.shards), default=0)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared folder holds and how it was made. Holds no time and no count of workers: the same work, the same bytes."""
+
+    source: dict[str, Any]
+    tokenizer: dict[str, Any]
+    options: dict[str, Any]
+    dtype: str
+    splits: dict[str, Split]
+    empty_documents: int = 0
+    folder: Path = field(default=Path(), compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What manifest.json holds."""
+        parts = {
+            name: {
+                "documents": split.documents,
+                "tokens": split.tokens,
+                "bytes": split.bytes,
+                "longest_document": split.longest_document,
+                "shards": [asdict(shard) for shard in split.shards],
+            }
+            for name, split in self.splits.items()
+        }
+        head = {"format": FORMAT, "version": VERSION, "dtype": self.dtype, "empty_documents": self.empty_documents}
+        return head | {"source": self.source, "tokenizer": self.tokenizer, "options": self.options, "splits": parts}
+
+    @staticmethod
+    def read(folder: str | Path) -> Manifest:
+        """The manifest of a prepared folder.
+
+        Raises:
+            FileNotFoundError: if the folder holds none.
+            ValueError: if it is not one of ours, or of another version of the format.
+        """
+        path = Path(folder) / "manifest.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} is not prepared data: it has no manifest.json; make it with proteus prepare")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["format"] != FORMAT or data["version"] != VERSION:
+                found = f"{data['format']} version {data['version']}"
+                raise ValueError(f"it is {found}, this program reads {FORMAT} version {VERSION}; prepare the data again")
+            splits = {name: read_split(part["shards"]) for name, part in data["splits"].items()}
+            kept = {key: data[key] for key in ("source", "tokenizer", "options", "dtype", "empty_documents")}
+            return Manifest(**kept, splits=splits, folder=Path(folder))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not a manifest of prepared data: {error}") from error
+
+    def check_sizes(self) -> None:
+        """Compare the size of every file with the manifest (cheap: reads no content).
+
+        Raises:
+            ValueError: naming a file that is missing, cut short or too long.
+        """
+        for path, size, _ in self._files():
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                state = "is missing" if found is None else f"holds {found} bytes"
+                raise ValueError(f"{path} {state}; its manifest says {size} bytes. Copy it again or prepare with overwrite")
+
+    def verify(self) -> None:
+        """Compare the SHA-256 of every file with the manifest (reads everything).
+
+        Raises:
+            ValueError: naming the first file that differs.
+        """
+        self.check_sizes()
+        for path, _, digest in self._files():
+            if file_sha256(path) != digest:
+                raise ValueError(f"{path} is damaged: its SHA-256 is not the manifest's. Copy it again or prepare with overwrite")
+
+    def _files(self) -> Iterator[tuple[Path, int, str]]:
+        for name, split in self.splits.items():
+            for shard in split.shards:
+                yield from shard.files(self.folder / name, DTYPES[self.dtype])
+
+
+def read_split(shards: list[dict[str, Any]]) -> Split:
+    """Shards as `Manifest.to_dict` writes them, read back."""
+    return Split(tuple(Shard(**shard) for shard in shards))
+
+
+class ShardWriter:
+    """Writes the documents of one split into shards, one whole shard after the other.
+
+    Args:
+        folder: where the shards go; made at the first document.
+        dtype: "uint16" or "uint32".
+        vocab_size: every id must be below.
+        shard_tokens: a shard is closed by the document that reaches this number of tokens.
+        done: shards of this folder that an earlier, interrupted call has finished.
+        on_shard: called after a shard has reached the disk.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: str, vocab_size: int, shard_tokens: int, done: Split, on_shard: Callable[[], None]
+    ) -> None:
+        self.folder, self.dtype, self.vocab_size, self.shard_tokens = folder, DTYPES[dtype], vocab_size, shard_tokens
+        self.shards, self._on_shard = list(done.shards), on_shard
+        self._bin: IO[bytes] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._name = f"shard-{len(self.shards):05d}"
+        self._bounds, self._bytes, self._hash = [0], 0, hashlib.sha256()
+
+    def add(self, ids: np.ndarray, text_bytes: int) -> None:
+        """Append one document: ids (tokens,) with its end token, from `text_bytes` bytes of UTF-8.
+
+        Raises:
+            ValueError: for an id that the vocabulary or the dtype cannot hold.
+            OSError: if the disk does not take it; the message names path, needed and free bytes.
+        """
+        top, limit = int(ids.max()), min(self.vocab_size, int(np.iinfo(self.dtype).max) + 1)
+        if top >= limit:
+            raise ValueError(f"token id {top} does not fit: vocabulary {self.vocab_size}, {self.dtype.name} shards; use uint32")
+        data = ids.astype(self.dtype).tobytes()
+        path = self.folder / f"{self._name}.bin"
+        with writing(path, len(data)):
+            if self._bin is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._bin = path.open("wb")
+            self._bin.write(data)
+        self._hash.update(data)
+        self._bounds.append(self._bounds[-1] + len(ids))
+        self._bytes += text_bytes
+        if self._bounds[-1] >= self.shard_tokens:
+            self.flush()
+
+    def flush(self) -> None:
+        """Close the open shard, if there is one: its two files are on the disk when this returns."""
+        if self._bin is None:
+            return
+        with writing(self.folder / f"{self._name}.bin", self._bounds[-1] * self.dtype.itemsize):
+            self._bin.flush()
+            os.fsync(self._bin.fileno())
+            self._bin.close()
+        self._bin = None
+        bounds = np.array(self._bounds, "<i8")
+        write_whole(self.folder / f"{self._name}.idx", bounds.tobytes())
+        lengths, index = np.diff(bounds), hashlib.sha256(bounds.tobytes()).hexdigest()
+        self.shards.append(
+            Shard(
+                name=self._name,
+                documents=len(lengths),
+                tokens=int(bounds[-1]),
+                bytes=self._bytes,
+                longest=int(lengths.max()),
+                sha256=self._hash.hexdigest(),
+                index_sha256=index,
+            )
+        )
+        self._begin()
+        self._on_shard()
+
+    def abandon(self) -> None:
+        """Close the open file after a failure, whatever the disk says."""
+        if self._bin is not None:
+            try:
+                self._bin.close()
+            except OSError:
+                os.close(self._bin.fileno()) if not self._bin.closed else None
+            self._bin = None
+
+
+@contextmanager
+def writing(path: Path, needed: int) -> Iterator[None]:
+    """Say which write failed: `OSError`s inside get the path, the bytes needed and the bytes free.
+
+    Raises:
+        OSError: with the same errno.
+    """
+    try:
+        yield
+    except OSError as error:
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        free = shutil.disk_usage(folder).free
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space or choose another disk" if full else "check the disk and the rights"
+        message = f"could not write {path}: {error.strerror or error}; {needed} bytes needed, {free} bytes free; {remedy}"
+        raise OSError(error.errno or errno.EIO, message) from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all: a temporary name, fsync, rename.
+
+    Raises:
+        OSError: naming the path, the bytes needed and the bytes free; the temporary file is gone then.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with writing(path, len(data)):
+            with temporary.open("wb") as handle:
+                handle.write(data)
+                handle.flush()
+                os.fsync(handle.fileno())
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_whole` of UTF-8 text."""
+    write_whole(path, text.encode())
+
+
+def write_json(path: Path, data: Any) -> None:
+    """`write_whole` of JSON, indented, with a newline at the end."""
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file's content."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,0 +1,109 @@
+"""AdamW: which parameters decay, and how the learning rate moves.
+
+A parameter does not decay when its module marks it (`parameter._no_weight_decay = True`: gates, A_log, dt_bias, D, learned initial
+memories), when it has fewer than two dimensions (norms, biases), or when it is an embedding table. The rest decays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from proteus_lm.train.recipe import TrainRecipe
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Trainable parameters by name: those that decay, and those that do not with the reason for each."""
+
+    decay: dict[str, nn.Parameter]
+    no_decay: dict[str, nn.Parameter]
+    reasons: dict[str, str]
+
+    def to_dict(self) -> dict[str, dict[str, str]]:
+        """{"decay": {name: shape}, "no_decay": {name: reason}}: what RUN/parameters.json holds."""
+        return {"decay": {n: "x".join(map(str, p.shape)) for n, p in self.decay.items()}, "no_decay": dict(self.reasons)}
+
+
+def decay_groups(model: nn.Module) -> Groups:
+    """Part the trainable parameters of a model by the rule on top of this file; a shared tensor counts once, by its first name."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    groups = Groups({}, {}, {})
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        reason = _no_decay_reason(parameter, embeddings)
+        if reason is None:
+            groups.decay[name] = parameter
+        else:
+            groups.no_decay[name] = parameter
+            groups.reasons[name] = reason
+    return groups
+
+
+def _no_decay_reason(parameter: nn.Parameter, embeddings: set[int]) -> str | None:
+    if getattr(parameter, "_no_weight_decay", False):
+        return "marked by its module"
+    if id(parameter) in embeddings:
+        return "embedding"
+    return f"{parameter.dim()} dimension(s)" if parameter.dim() < 2 else None
+
+
+def make_adamw(groups: Groups, recipe: TrainRecipe) -> torch.optim.AdamW:
+    """AdamW over the two groups, in one fused kernel a step where the device has it; moments in the parameters' own fp32."""
+    parameters = [
+        {"params": list(groups.decay.values()), "weight_decay": recipe.weight_decay},
+        {"params": list(groups.no_decay.values()), "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in parameters if group["params"]], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True
+    )
+
+
+def learning_rate(recipe: TrainRecipe, step: int) -> float:
+    """Learning rate of optimiser step `step` (1 .. steps).
+
+    Linear warm-up reaches the peak at step `warmup`; the cosine then falls to min_lr_ratio * lr at the last step.
+    """
+    if step <= recipe.warmup:
+        return recipe.lr * step / recipe.warmup
+    if recipe.schedule == "constant":
+        return recipe.lr
+    progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    low = recipe.lr * recipe.min_lr_ratio
+    return low + 0.5 * (recipe.lr - low) * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Give every group the same learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def moments(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Tensor]:
+    """The optimiser's state by parameter name: exp_avg.NAME, exp_avg_sq.NAME, step.NAME (fp32, on their own devices)."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in (groups.decay | groups.no_decay).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{key}.{name}"] = value
+    return found
+
+
+def load_moments(optimizer: torch.optim.Optimizer, groups: Groups, saved: dict[str, Tensor]) -> None:
+    """Put back what `moments` gave.
+
+    Raises:
+        ValueError: when a name or a shape is not that of this model.
+    """
+    parameters = groups.decay | groups.no_decay
+    for key, value in saved.items():
+        kind, _, name = key.partition(".")
+        parameter = parameters.get(name)
+        if parameter is None or (kind != "step" and value.shape != parameter.shape):
+            shape = None if parameter is None else tuple(parameter.shape)
+            raise ValueError(f"the saved optimiser state {key} has shape {tuple(value.shape)}; this model's is {shape}")
+        # The step count stays where AdamW keeps it: beside the weights for a fused one.
+        optimizer.state[parameter][kind] = value.to(device=parameter.device, copy=True)

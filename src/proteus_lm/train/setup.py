@@ -1,0 +1,200 @@
+"""What must be right before the first step: device and precision, data against recipe, the folder of the run.
+
+Every check that can fail does so here, before any work is done that could be lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from proteus_lm.data.dataset import TokenDataset
+from proteus_lm.run import CHECKPOINTS, METRICS, RECIPE, Run
+from proteus_lm.train.checkpoint import about_checkpoint, newest_complete, remove_leftovers
+from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe, make_recipe
+
+RESUME = ("auto", "never", "restart")
+# A run continues only where these are as they were; the rest of a recipe may change between sessions.
+_FIXED = ("train.seed", "train.batch_size")
+
+
+def choose_device(recipe: TrainRecipe) -> torch.device:
+    """The device a recipe asks for. Raises RecipeError when it is not here or cannot do the precision."""
+    cuda = torch.cuda.is_available()
+    if recipe.device == "cuda" and not cuda:
+        raise RecipeError("train.device is 'cuda', but PyTorch sees no CUDA device; use auto or cpu, or install PyTorch with CUDA")
+    device = torch.device("cuda" if cuda and recipe.device != "cpu" else "cpu")
+    if recipe.precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        raise RecipeError(f"train.precision is 'bf16', which {name} does not support; use train.precision=fp32")
+    return device
+
+
+@contextlib.contextmanager
+def ambient(recipe: TrainRecipe, device: torch.device) -> Iterator[None]:
+    """Threads and deterministic algorithms as the recipe says, and as they were afterwards; random generators seeded."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    wanted = device.type == "cpu" if recipe.deterministic is None else recipe.deterministic
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    if wanted and not deterministic:
+        # Filling fresh memory finds bugs and costs time; it changes no result.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+    torch.manual_seed(recipe.seed)
+    np.random.seed(recipe.seed % 2**32)
+    random.seed(recipe.seed)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
+    """The recipe with what the data decide: an absolute path, and the vocabulary where the recipe leaves it out.
+
+    Raises:
+        RecipeError: when the vocabulary is too small for the tokens, or no document fills a window.
+    """
+    vocabulary = dataset.manifest.vocab_size
+    asked = recipe.model.get("vocab_size", vocabulary)
+    if asked < vocabulary:
+        raise RecipeError(
+            f"model.vocab_size is {asked}, but the tokenizer of {recipe.data.path} has {vocabulary} tokens; use at least that, or leave "
+            "it out"
+        )
+    sections = recipe.to_dict()
+    sections["model"]["vocab_size"] = asked
+    sections["data"]["path"] = str(Path(recipe.data.path).resolve())
+    return make_recipe(sections)
+
+
+def check_documents(recipe: Recipe, dataset: TokenDataset, split: str) -> None:
+    """Raise RecipeError when no document of a split holds a window of context + 1 tokens, unless the recipe allows it."""
+    longest, context = dataset.longest_document, recipe.data.context
+    if longest <= context and not recipe.data.allow_short_documents:
+        raise RecipeError(
+            f"data.context is {context}, but the longest document of the {split} split of {recipe.data.path} has {longest} tokens, and a "
+            f"window takes {context + 1}; use a shorter context, longer documents, or data.allow_short_documents=true"
+        )
+
+
+def fingerprint(dataset: TokenDataset) -> str:
+    """A hash of what the prepared folder says it holds: the same data anywhere have the same one."""
+    return hashlib.sha256(dataset.manifest_text.encode()).hexdigest()
+
+
+def choose_start(run: Path, resume: str) -> Path | None:
+    """The checkpoint to continue from, or None for a new run; makes the folder ready.
+
+    Args:
+        resume: "auto" = continue where there is a complete checkpoint, else begin; "never" = begin, and refuse where a run is;
+            "restart" = remove the run that is there, and begin.
+
+    Raises:
+        FileExistsError: when the folder holds something that would be lost.
+        ValueError: when every checkpoint of the run is damaged.
+    """
+    if resume not in RESUME:
+        raise ValueError(f"resume is {resume!r}; it must be one of {', '.join(RESUME)}")
+    is_run = (run / RECIPE).is_file()
+    if run.exists() and not is_run and (not run.is_dir() or any(run.iterdir())):
+        raise FileExistsError(f"{run} exists and is not a run; choose another folder")
+    if is_run and resume == "never":
+        raise FileExistsError(f"{run} holds a run already; continue it, choose another folder, or ask for a restart, which removes it")
+    if is_run and resume == "restart":
+        shutil.rmtree(run)
+    run.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(run)
+    folder, complaints = newest_complete(run)
+    if folder is None and complaints:
+        raise ValueError(f"no checkpoint of {run} is whole ({'; '.join(complaints)}); ask for a restart to begin anew")
+    for complaint in complaints:
+        print(f"left out a damaged checkpoint: {complaint}", file=sys.stderr)
+    return folder
+
+
+def check_same(folder: Path, recipe: Recipe, about: dict[str, Any]) -> list[str]:
+    """Compare a recipe with the one a checkpoint was made by.
+
+    Returns:
+        The differences that are allowed, one line each.
+
+    Raises:
+        RecipeError: naming every difference in model, context, seed or batch, and other data or another tokenizer.
+    """
+    saved = about_checkpoint(folder)
+    before, now = _flat(saved["recipe"]), _flat(about["recipe"])
+    differ = [key for key in sorted(before | now) if before.get(key) != now.get(key) and key != "data.path"]
+    lines = {key: f"{key}: {before.get(key)!r} in the run, {now.get(key)!r} in the recipe" for key in differ}
+    fatal = [line for key, line in lines.items() if key in _FIXED or key.startswith(("model.", "data."))]
+    for key, name in (("tokenizer", "the tokenizer of the data (hash)"), ("data", "the data (hash of the manifest)")):
+        if saved[key] != about[key]:
+            fatal.append(f"{name}: {saved[key][:12]} in the run, {about[key][:12]} at {recipe.data.path}")
+    if fatal:
+        raise RecipeError(
+            f"{folder.parent.parent} was begun with another recipe: {'; '.join(fatal)}. Give the run's own recipe "
+            f"({folder.parent.parent / RECIPE}), choose another folder, or ask for a restart, which removes the run"
+        )
+    return list(lines.values())
+
+
+def session(device: torch.device, step: int) -> dict[str, Any]:
+    """What RUN/sessions.jsonl says of a start or a resume: when, command, versions, git commit, device, threads."""
+    names = ("proteus-lm", "torch", "transformers", "safetensors", "tokenizers", "numpy")
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "from_step": step,
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in names},
+        "git_commit": git_commit(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the source tree this package runs from, "+" behind it when files differ; None outside a repository."""
+    where = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, timeout=10, check=True)
+        state = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=where, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip() + ("+" if state.stdout.strip() else "")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}

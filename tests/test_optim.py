@@ -1,0 +1,159 @@
+"""Gated AdamW: right against independent values, equal to AdamW where nothing is gated, locked bits kept, exact resume."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from proteus_lm import ActivationSchedule
+from proteus_lm.optim import GatedAdamW
+from tests.ops.vectors import FOLDER
+
+
+def rows():
+    index = FOLDER / "index.json"
+    return [r for r in json.loads(index.read_text()) if r["rule"] == "gated_adamw"] if index.is_file() else []
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("row", rows(), ids=lambda r: r["file"])
+def test_trace_equals_right_values(row):
+    with np.load(FOLDER / row["file"]) as file:
+        arrays = {n: torch.from_numpy(file[n]) for n in file.files}
+    p = torch.nn.Parameter(arrays["theta"].clone())
+    schedule = ActivationSchedule(row["blocks"], row["context"])
+    optimizer = GatedAdamW(
+        [p],
+        betas=tuple(row["betas"]),
+        eps=row["eps"],
+        weight_decay=row["weight_decay"],
+        masks={p: (0, schedule)},
+        decay_locked=row["decay_locked"],
+        bias_correction=row["bias_correction"],
+    )
+    for step, (grad, lr) in enumerate(zip(arrays["grads"], arrays["lrs"])):
+        assert schedule.activation(len(p), 1, offset=step).mask()[0, 0].equal(arrays["active"][step])
+        p.grad = grad.clone()
+        optimizer.param_groups[0]["lr"] = lr.item()
+        optimizer.step()
+        assert (p - arrays["trace"][step]).abs().max() < 1e-12
+
+
+def train(make, steps, shape=(12, 6), seed=0, resume_at=None):
+    torch.manual_seed(seed)
+    params = [torch.nn.Parameter(torch.randn(shape)), torch.nn.Parameter(torch.randn(shape[0]))]
+    optimizer = make(params)
+    gradients = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        if step == resume_at:
+            saved = optimizer.state_dict()
+            optimizer = make(params)
+            optimizer.load_state_dict(saved)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=gradients)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def test_one_block_equals_torch_adamw():
+    ours = train(lambda ps: GatedAdamW(ps, 1e-2, masks={ps[0]: (0, ActivationSchedule(1, 9))}), 20)
+    right = train(lambda ps: torch.optim.AdamW(ps, 1e-2, (0.9, 0.95), 1e-8, 0.1, foreach=True), 20)
+    for a, b in zip(ours, right):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_locked_blocks_keep_their_bits_and_nan_gradients_do_not_reach_them(dim):
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(12, 12))
+    before, schedule = p.detach().clone(), ActivationSchedule(4, 40)
+    optimizer = GatedAdamW([p], 1e-2, masks={p: (dim, schedule)})
+    for step in range(25):
+        width = schedule.active(12, step)
+        p.grad = torch.randn(12, 12)
+        p.grad.narrow(dim, width, 12 - width).fill_(float("nan"))
+        optimizer.mask_gradients()
+        assert torch.isfinite(torch.nn.utils.clip_grad_norm_([p], 1.0))
+        optimizer.step()
+        locked = slice(width, None)
+        for tensor, right in ((p, before), *((optimizer.state[p][m], 0 * before) for m in ("exp_avg", "exp_avg_sq"))):
+            view = tensor.detach().movedim(dim, 0)[locked]
+            assert torch.equal(view, right.movedim(dim, 0)[locked])
+    assert not torch.equal(p.detach().movedim(dim, 0)[:9], before.movedim(dim, 0)[:9])
+
+
+def test_first_step_after_an_unlock_is_the_learning_rate():
+    p = torch.nn.Parameter(torch.zeros(8))
+    optimizer = GatedAdamW([p], 1e-2, weight_decay=0.0, masks={p: (0, ActivationSchedule(2, 100))}, betas=(0.9, 0.999))
+    for _ in range(50):
+        p.grad = torch.ones(8)
+        optimizer.step()
+    assert torch.equal(p[4:], torch.zeros(4))
+    p.grad = torch.tensor([1.0] * 4 + [3.0, -3.0, 0.5, -0.5])
+    optimizer.step()
+    torch.testing.assert_close(p[4:].detach(), 1e-2 * torch.tensor([-1.0, 1.0, -1.0, 1.0]), rtol=1e-4, atol=0)
+
+
+def test_stock_adamw_decays_what_we_keep():
+    """The trap the gate is for: a zero gradient is not a missing one (spec/deep.md 4.3 A)."""
+    p, r = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    ours = GatedAdamW([p], 1e-2, masks={p: (0, ActivationSchedule(2, 1000))})
+    literal = GatedAdamW([r], 1e-2, masks={r: (0, ActivationSchedule(2, 1000))}, decay_locked=True)
+    for _ in range(50):
+        p.grad, r.grad = torch.zeros(4), torch.zeros(4)
+        ours.step()
+        literal.step()
+    assert torch.equal(p[2:], torch.ones(2))
+    torch.testing.assert_close(r[2:].detach(), torch.full((2,), (1 - 1e-3) ** 50))
+
+
+def test_a_period_updates_with_the_mean_gradient():
+    torch.manual_seed(0)
+    p, r = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(6))
+    ours, right = GatedAdamW([p], 1e-2, periods={p: 3}), GatedAdamW([r], 1e-2)
+    gradients = torch.randn(4, 3, 6)
+    for window in gradients:
+        for i, gradient in enumerate(window):
+            p.grad = gradient.clone()
+            before = p.detach().clone()
+            ours.step()
+            assert torch.equal(p, before) == (i < 2)
+        r.grad = window.mean(0)
+        right.step()
+    torch.testing.assert_close(p, r, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("at", [1, 7, 10])
+def test_resume_continues_bit_for_bit(at):
+    def make(ps):
+        return GatedAdamW(ps, 1e-2, masks={ps[0]: (1, ActivationSchedule(3, 15))}, periods={ps[0]: 2, ps[1]: 4})
+
+    for a, b in zip(train(make, 20, resume_at=at), train(make, 20)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lr": -1.0}, "must not be negative"),
+        ({"betas": (0.9, 1.0)}, r"in \[0, 1\)"),
+        ({"bias_correction": "none"}, "bias_correction is 'none'"),
+        ({"masks": {torch.ones(3): (0, ActivationSchedule(1, 1))}}, "not among the parameters"),
+    ],
+)
+def test_bad_options_raise(options, says):
+    with pytest.raises(ValueError, match=says):
+        GatedAdamW([torch.nn.Parameter(torch.ones(4))], **options)
+
+
+def test_gates_that_do_not_fit_raise():
+    p = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match="dimension 1"):
+        GatedAdamW([p], masks={p: (1, ActivationSchedule(2, 9))})
+    with pytest.raises(ValueError, match="cannot be cut into 5 blocks"):
+        GatedAdamW([p], masks={p: (0, ActivationSchedule(5, 9))})
+    with pytest.raises(ValueError, match="period is 0"):
+        GatedAdamW([p], periods={p: 0})
