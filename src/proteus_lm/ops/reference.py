@@ -329,7 +329,7 @@ def titans_memory(
 
 def _join(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
+        return torch.cat(list(parts))
     return tuple(torch.cat(x) for x in zip(*parts))
 
 
@@ -337,7 +337,7 @@ def _pick(state: Any, index: int) -> Any:
     """One document's part of a state."""
     if state is None:
         return None
-    row = [tuple(x[index : index + 1] for x in p) if isinstance(p, (tuple, list)) else p[index : index + 1] for p in state]
+    row: list[Any] = [tuple(x[index : index + 1] for x in p) if isinstance(p, (tuple, list)) else p[index : index + 1] for p in state]
     return TitansState(*row) if isinstance(state, TitansState) else tuple(row)
 
 
@@ -359,7 +359,7 @@ def _titans_document(
         momentum0: Memory = tuple(torch.zeros_like(w) for w in boundary)
         state = (boundary, momentum0)
     if not isinstance(state, TitansState):  # bare weights: an empty open chunk
-        empty = [x.new_zeros(batch, chunk, *x.shape[2:]) for x in (k, v, theta, alpha, eta)]
+        empty: list[Any] = [x.new_zeros(batch, chunk, *x.shape[2:]) for x in (k, v, theta, alpha, eta)]
         state = TitansState(
             *(tuple(x.to(q.dtype) for x in part) for part in state),
             *empty,
@@ -368,7 +368,6 @@ def _titans_document(
         )
     boundary, boundary_momentum = state.weights, state.momentum
     current, momentum = titans_weights(state, memory_activation=function)
-    rows = [[x[:, i] for i in range(chunk)] for x in state[2:8]]
     outputs = []
     for t in range(length):
         token = (k[:, t], v[:, t], theta[:, t], alpha[:, t], eta[:, t], active[:, t])
@@ -377,17 +376,26 @@ def _titans_document(
         current, momentum = _write(current, momentum, boundary, token, function)
         seen = current if read == "post" else before
         outputs.append(_apply([torch.where(m, w, 0.0) for m, w in zip(masks, seen)], q[:, t], function)[0])
-        for i in range(chunk):  # file the token under its slot; a full chunk becomes the new boundary
-            here = position % chunk == i
-            for slots, value in zip(rows, token):
-                slots[i] = torch.where(here.view(-1, *[1] * (value.dim() - 1)), value, slots[i])
-        position = position + 1
-        full = (position % chunk == 0)[:, None, None, None]
+        full = ((position + t + 1) % chunk == 0)[:, None, None, None]  # the next token's gradient is taken at the new weights
         boundary = tuple(torch.where(full, w, b) for w, b in zip(current, boundary))
         boundary_momentum = tuple(torch.where(full, s, b) for s, b in zip(momentum, boundary_momentum))
-        rows = [[torch.where(full[:, 0, 0, 0].view(-1, *[1] * (x.dim() - 1)), x.new_zeros(()), x) for x in slots] for slots in rows]
-    packed = [torch.stack(slots, 1) for slots in rows]
-    return torch.stack(outputs, 1), TitansState(boundary, boundary_momentum, *packed, position)
+    rows = _open_rows(state, (k, v, theta, alpha, eta, active), position, length)
+    return torch.stack(outputs, 1), TitansState(boundary, boundary_momentum, *rows, position + length)
+
+
+def _open_rows(state: TitansState, tokens: tuple[Tensor, ...], start: Tensor, length: int) -> Any:
+    """The tokens since the last boundary, by slot: of this call, or still of the state before it; zero where there is none."""
+    chunk = state.k.shape[1]
+    end = start + length
+    places = (end // chunk * chunk)[:, None] + torch.arange(chunk, device=start.device)
+    taken = (places - start[:, None]).clamp(0, length - 1)
+    rows = []
+    for old, new in zip(state[2:8], tokens):
+        shape = (*places.shape, *[1] * (new.dim() - 2))
+        value = new.gather(1, taken.view(shape).expand(*places.shape, *new.shape[2:]))
+        value = torch.where((places < start[:, None]).view(shape), old, value)
+        rows.append(torch.where((places < end[:, None]).view(shape), value, value.new_zeros(())))
+    return rows
 
 
 def _write(current: Memory, momentum: Memory, boundary: Memory, token: tuple[Tensor, ...], function: str) -> tuple[Memory, Memory]:
