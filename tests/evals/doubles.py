@@ -15,6 +15,7 @@ class Recurrent(nn.Module):
     def __init__(self, vocabulary: int = 11, width: int = 8, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
+        self.config = SimpleNamespace(vocab_size=vocabulary)
         self.embed = nn.Embedding(vocabulary, width)
         self.gru = nn.GRU(width, width, batch_first=True)
         self.head = nn.Linear(width, vocabulary)

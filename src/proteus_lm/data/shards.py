@@ -9,18 +9,18 @@ A document never spans two shards: a shard is closed by the document that reache
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+
+from proteus_lm.data.files import file_sha256, write_whole, writing
 
 FORMAT, VERSION = "proteus-tokens", 1
 SPLITS = ("train", "validation")
@@ -231,60 +231,6 @@ class ShardWriter:
     def abandon(self) -> None:
         """Close the open file after a failure, whatever the disk says."""
         if self._bin is not None:
-            try:
+            with suppress(OSError):
                 self._bin.close()
-            except OSError:
-                os.close(self._bin.fileno()) if not self._bin.closed else None
             self._bin = None
-
-
-@contextmanager
-def writing(path: Path, needed: int) -> Iterator[None]:
-    """Say which write failed: `OSError`s inside get the path, the bytes needed and the bytes free.
-
-    Raises:
-        OSError: with the same errno.
-    """
-    try:
-        yield
-    except OSError as error:
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        free = shutil.disk_usage(folder).free
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space or choose another disk" if full else "check the disk and the rights"
-        message = f"could not write {path}: {error.strerror or error}; {needed} bytes needed, {free} bytes free; {remedy}"
-        raise OSError(error.errno or errno.EIO, message) from error
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all: a temporary name, fsync, rename.
-
-    Raises:
-        OSError: naming the path, the bytes needed and the bytes free; the temporary file is gone then.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with writing(path, len(data)):
-            with temporary.open("wb") as handle:
-                handle.write(data)
-                handle.flush()
-                os.fsync(handle.fileno())
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """`write_whole` of UTF-8 text."""
-    write_whole(path, text.encode())
-
-
-def write_json(path: Path, data: Any) -> None:
-    """`write_whole` of JSON, indented, with a newline at the end."""
-    write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file's content."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from proteus_lm.data.shards import write_json, write_text
+from proteus_lm.data.files import write_json, write_text
 
 END = "<|endoftext|>"
 _KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
@@ -67,7 +67,7 @@ class Tokenizer:
     @cached_property
     def is_bytes(self) -> bool:
         """Whether this is the built-in tokenizer: id = byte value of the UTF-8 text."""
-        return self.hash == (self.hash if self.name == "byte" else byte_tokenizer().hash)
+        return self.hash == byte_tokenizer().hash
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int64 (tokens,). No end token is added.

@@ -30,12 +30,13 @@ class PairedDifference:
     def verdict(self) -> str:
         """One sentence: better, worse, or no difference beyond the noise (95%, Student's t over documents)."""
         d = self.whole
+        signed = f"{self.other} minus {self.base} is {d.mean:+.4f}"
         if d.error is None:
-            return f"{self.other} against {self.base}: {d.mean:+.4f} nats per token on a single window; no error can be given, so no verdict."
-        size = f"{abs(d.mean):.4f} ± {d.error:.4f} nats per token"
+            return f"{signed} nats per token on a single window; no error can be given, so no verdict."
         basis = f"mean and standard error over {d.groups} documents, {d.tokens:,} tokens, the same for both"
         if not d.beyond_noise:
-            return f"No difference beyond the noise: {self.other} minus {self.base} is {d.mean:+.4f} ± {d.error:.4f} nats per token ({basis})."
+            return f"No difference beyond the noise: {signed} ± {d.error:.4f} nats per token ({basis})."
+        size = f"{abs(d.mean):.4f} ± {d.error:.4f} nats per token"
         return f"{self.other} is {'worse' if d.mean > 0 else 'better'} than {self.base} by {size} ({basis})."
 
 

@@ -142,7 +142,8 @@ def evaluate(
     The model is put in evaluation mode and its flag of training set back afterwards. Nothing is random.
 
     Args:
-        model: model(input_ids, past_key_values=..., use_cache=...) -> object with `logits` (B, T, vocabulary) and `past_key_values`.
+        model: model(input_ids, past_key_values=..., use_cache=...) -> object with `logits` (B, T, vocabulary) and
+            `past_key_values`; `model.config.vocab_size` bounds its tokens.
         dataset: documents of token ids.
         context: predictions a window; None reads each document whole.
         batch_size: windows read at once.
@@ -154,7 +155,8 @@ def evaluate(
         progress: called with (tokens predicted, tokens to predict) after each pass.
 
     Raises:
-        ValueError: for sizes below 1, documents shorter than a window, a token id the model does not know, or a loss that is not finite.
+        ValueError: for sizes below 1, documents shorter than a window, a token id the model does not know, or a loss that is
+            not finite.
     """
     for name, value in (("batch_size", batch_size), ("chunk", chunk)):
         if value < 1:
@@ -199,6 +201,11 @@ def _losses(
     tokens = np.zeros((len(windows), length + 1), dtype=np.int64)
     for row, w in zip(tokens, windows):
         row[: w.length + 1] = dataset.document(w.document)[w.start : w.start + w.length + 1]
+    vocabulary = model.config.vocab_size  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    if tokens.max() >= vocabulary:
+        raise ValueError(
+            f"token {tokens.max()} is outside the model's vocabulary of {vocabulary}; the data were made with another tokenizer"
+        )
     # Padding stands behind a window's last token, where a causal model cannot let it touch what is counted.
     valid = np.arange(length) < np.array([[w.length] for w in windows])
     cache: Any = None
@@ -212,11 +219,6 @@ def _losses(
 
 def _token_losses(logits: Tensor, targets: Tensor) -> np.ndarray:
     """Loss in nats, float64 (B, t); computed in fp32 whatever the model's type."""
-    vocabulary = logits.shape[-1]
-    if int(targets.max()) >= vocabulary:
-        raise ValueError(
-            f"token {int(targets.max())} is outside the model's vocabulary of {vocabulary}; the data were made with another tokenizer"
-        )
     losses = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view(targets.shape).double().cpu().numpy()
 

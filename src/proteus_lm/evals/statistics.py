@@ -17,7 +17,10 @@ _T95 = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean per token, its standard error over `groups` independent groups (None when there are fewer than two), and its tokens."""
+    """A mean per token over `tokens` tokens, and its standard error over `groups` independent groups.
+
+    The error is None when there are fewer than two groups.
+    """
 
     mean: float
     error: float | None

@@ -51,8 +51,8 @@ class LeftOut:
 def choose_windows(dataset: Documents, context: int | None, max_tokens: int | None = None) -> tuple[tuple[Window, ...], LeftOut]:
     """All windows of `context` predictions, cut from each document's start; whole documents when `context` is None.
 
-    With `max_tokens`, windows are taken at even distances over the whole split, at least one; the choice depends on nothing else, so
-    two models asked the same question get the same windows.
+    With `max_tokens`, windows are taken at even distances over the whole split, at least one; the choice depends on nothing
+    else, so two models asked the same question get the same windows.
 
     Returns:
         The windows in the order of the documents, and what they leave out. Windows and left-out tokens add up to the split.
