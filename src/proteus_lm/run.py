@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from proteus_lm.data.tokenizer import Tokenizer
     from proteus_lm.model import ProteusForCausalLM
 
-RECIPE, METRICS, CHECKPOINTS, TRAINER = "recipe.yaml", "metrics.jsonl", "checkpoints", "trainer.json"
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+RECIPE, SESSIONS, PARAMETERS, METRICS = "recipe.yaml", "sessions.jsonl", "parameters.json", "metrics.jsonl"
+TENSORBOARD, CHECKPOINTS, NONFINITE, LOCK = "tensorboard", "checkpoints", "nonfinite", ".lock"
+CONTENTS = (RECIPE, SESSIONS, PARAMETERS, METRICS, TENSORBOARD, CHECKPOINTS, NONFINITE)
+MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 
 
 class Run:

@@ -363,7 +363,7 @@ def _titans_document(
     if not isinstance(state, TitansState):  # bare weights: an empty open chunk
         empty: list[Any] = [x.new_zeros(batch, chunk, *x.shape[2:]) for x in (k, v, theta, alpha, eta)]
         bare: list[Any] = [tuple(x.to(q.dtype) for x in part) for part in state]
-        state = TitansState(*(*bare, *empty, active.new_zeros(batch, chunk), position))
+        state = TitansState._make([*bare, *empty, active.new_zeros(batch, chunk), position])
     boundary, boundary_momentum = state.weights, state.momentum
     current, momentum = titans_weights(state, memory_activation=function)
     outputs = []
@@ -378,7 +378,7 @@ def _titans_document(
         boundary = tuple(torch.where(full, w, b) for w, b in zip(current, boundary))
         boundary_momentum = tuple(torch.where(full, s, b) for s, b in zip(momentum, boundary_momentum))
     rows = _open_rows(state, (k, v, theta, alpha, eta, active), position, length)
-    return torch.stack(outputs, 1), TitansState(*(boundary, boundary_momentum, *rows, position + length))
+    return torch.stack(outputs, 1), TitansState._make([boundary, boundary_momentum, *rows, position + length])
 
 
 def _open_rows(state: TitansState, tokens: tuple[Tensor, ...], start: Tensor, length: int) -> Any:

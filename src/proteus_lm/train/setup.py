@@ -6,7 +6,6 @@ Every check that can fail does so here, before any work is done that could be lo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -25,7 +24,8 @@ import numpy as np
 import torch
 
 from proteus_lm.data.dataset import TokenDataset
-from proteus_lm.run import CHECKPOINTS, METRICS, RECIPE, Run
+from proteus_lm.data.tokenizer import Tokenizer, load_tokenizer
+from proteus_lm.run import CONTENTS, RECIPE
 from proteus_lm.train.checkpoint import about_checkpoint, newest_complete, remove_leftovers
 from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe, make_recipe
 
@@ -70,13 +70,15 @@ def ambient(recipe: TrainRecipe, device: torch.device) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
+def resolve(recipe: Recipe, vocabulary: int) -> Recipe:
     """The recipe with what the data decide: an absolute path, and the vocabulary where the recipe leaves it out.
 
+    Args:
+        vocabulary: tokens of the tokenizer the data were made with.
+
     Raises:
-        RecipeError: when the vocabulary is too small for the tokens, or no document fills a window.
+        RecipeError: when the recipe's vocabulary is smaller than that.
     """
-    vocabulary = dataset.manifest.vocab_size
     asked = recipe.model.get("vocab_size", vocabulary)
     if asked < vocabulary:
         raise RecipeError(
@@ -99,9 +101,20 @@ def check_documents(recipe: Recipe, dataset: TokenDataset, split: str) -> None:
         )
 
 
+def open_tokenizer(dataset: TokenDataset, path: str) -> Tokenizer:
+    """The tokenizer that lies beside the data. Raises RecipeError when it is not the one they were made with."""
+    tokenizer, made_with = load_tokenizer(path), dataset.manifest.tokenizer["hash"]
+    if tokenizer.hash != made_with:
+        raise RecipeError(
+            f"the tokenizer in {path} (hash {tokenizer.hash[:12]}) is not the one its tokens were made with (hash {made_with[:12]}); "
+            "prepare the data again"
+        )
+    return tokenizer
+
+
 def fingerprint(dataset: TokenDataset) -> str:
-    """A hash of what the prepared folder says it holds: the same data anywhere have the same one."""
-    return hashlib.sha256(dataset.manifest_text.encode()).hexdigest()
+    """SHA-256 of the manifest's content, in which are those of the shards: the same data anywhere have the same one."""
+    return hashlib.sha256(json.dumps(dataset.manifest.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def choose_start(run: Path, resume: str) -> Path | None:
@@ -123,7 +136,7 @@ def choose_start(run: Path, resume: str) -> Path | None:
     if is_run and resume == "never":
         raise FileExistsError(f"{run} holds a run already; continue it, choose another folder, or ask for a restart, which removes it")
     if is_run and resume == "restart":
-        shutil.rmtree(run)
+        _remove_run(run)
     run.mkdir(parents=True, exist_ok=True)
     remove_leftovers(run)
     folder, complaints = newest_complete(run)
@@ -157,6 +170,14 @@ def check_same(folder: Path, recipe: Recipe, about: dict[str, Any]) -> list[str]
             f"({folder.parent.parent / RECIPE}), choose another folder, or ask for a restart, which removes the run"
         )
     return list(lines.values())
+
+
+def _remove_run(run: Path) -> None:
+    """Remove what a run consists of and nothing else: the recipe last, so that a run half removed is still known as one."""
+    for name in (name for name in CONTENTS if name != RECIPE):
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    (run / RECIPE).unlink()
 
 
 def session(device: torch.device, step: int) -> dict[str, Any]:
