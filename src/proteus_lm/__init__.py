@@ -1,7 +1,20 @@
-"""Proteus: language models whose fixed-size memory is opened on a schedule (arXiv 2608.16844)."""
+"""Proteus: language models whose fixed-size memory is opened on a schedule (arXiv 2608.16844).
+
+Importing this package registers the model with transformers' `AutoConfig` and `AutoModelForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from proteus_lm.activation import Activation
+from proteus_lm.cache import ProteusCache
+from proteus_lm.config import ProteusConfig
+from proteus_lm.model import ProteusForCausalLM
 from proteus_lm.schedule import ActivationSchedule
 
-__all__ = ["Activation", "ActivationSchedule"]
+__all__ = ["Activation", "ActivationSchedule", "ProteusCache", "ProteusConfig", "ProteusForCausalLM"]
 __version__ = "0.1.0"
+
+AutoConfig.register(ProteusConfig.model_type, ProteusConfig)
+AutoModelForCausalLM.register(ProteusConfig, ProteusForCausalLM)

@@ -1,13 +1,13 @@
 """A run directory: what `proteus train` leaves behind, and how the other commands read it.
 
-    RUN/recipe.yaml                 the resolved recipe
-    RUN/sessions.jsonl              one line a start or a resume: command, versions, git commit, device, threads
-    RUN/parameters.json             which parameters decay, and why the others do not
-    RUN/metrics.jsonl               one line a step
-    RUN/tensorboard/                the same as scalars
-    RUN/checkpoints/step-00000350/  a Hugging Face model folder (config.json, model.safetensors, tokenizer files), plus
-                                    optimizer.safetensors (moments, random states) and trainer.json (step, file sizes)
-    RUN/nonfinite/                  batches that gave a loss or gradient that is not finite
+RUN/recipe.yaml                 the resolved recipe
+RUN/sessions.jsonl              one line a start or a resume: command, versions, git commit, device, threads
+RUN/parameters.json             which parameters decay, and why the others do not
+RUN/metrics.jsonl               one line a step
+RUN/tensorboard/                the same as scalars
+RUN/checkpoints/step-00000350/  a Hugging Face model folder (config.json, model.safetensors, tokenizer files), plus
+                                optimizer.safetensors (moments, random states) and trainer.json (step, file sizes)
+RUN/nonfinite/                  batches that gave a loss or gradient that is not finite
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from proteus_lm.model import ProteusForCausalLM
 
 RECIPE, SESSIONS, PARAMETERS, METRICS = "recipe.yaml", "sessions.jsonl", "parameters.json", "metrics.jsonl"
-TENSORBOARD, CHECKPOINTS, NONFINITE, LOCK = "tensorboard", "checkpoints", "nonfinite", ".lock"
+TENSORBOARD, CHECKPOINTS, NONFINITE = "tensorboard", "checkpoints", "nonfinite"
 CONTENTS = (RECIPE, SESSIONS, PARAMETERS, METRICS, TENSORBOARD, CHECKPOINTS, NONFINITE)
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 

@@ -28,8 +28,10 @@ class Recurrent(nn.Module):
     def forward(self, input_ids, past_key_values=None, use_cache=None):
         self.lengths.append(input_ids.shape[1])
         self.modes.append((self.training, torch.is_grad_enabled()))
-        hidden, state = self.gru(self.embed(input_ids), past_key_values)
-        return SimpleNamespace(logits=self.head(hidden), past_key_values=state if use_cache else None)
+        hidden, state = self.gru(self.embed(input_ids), None if past_key_values is None else past_key_values.states)
+        if use_cache:
+            past_key_values.states = state
+        return SimpleNamespace(logits=self.head(hidden))
 
 
 class Texts:

@@ -13,29 +13,35 @@ from pathlib import Path
 from typing import Any
 
 
+class WriteError(OSError):
+    """A write that failed; the message names the path, the bytes needed and the bytes free."""
+
+
 @contextmanager
 def writing(path: Path, needed: int) -> Iterator[None]:
     """Say which write failed: `OSError`s inside get the path, the bytes needed and the bytes free.
 
     Raises:
-        OSError: with the same errno.
+        WriteError: with the same errno.
     """
     try:
         yield
+    except WriteError:
+        raise
     except OSError as error:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         free = shutil.disk_usage(folder).free
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "free some space or choose another disk" if full else "check the disk and the rights"
         message = f"could not write {path}: {error.strerror or error}; {needed} bytes needed, {free} bytes free; {remedy}"
-        raise OSError(error.errno or errno.EIO, message) from error
+        raise WriteError(error.errno or errno.EIO, message) from error
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all: a temporary name, fsync, rename.
 
     Raises:
-        OSError: naming the path, the bytes needed and the bytes free; the temporary file is gone then.
+        WriteError: naming the path, the bytes needed and the bytes free; the temporary file is gone then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

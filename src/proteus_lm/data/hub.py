@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from proteus_lm.data.document import Document
+from proteus_lm.data.document import Document, text_field
 
 _TIMEOUT = 10.0  # seconds to answer: long enough for a slow hub, short enough not to look hung
 _LOCAL = "give a local file or folder instead (text, .jsonl, .parquet), or pydoc"
@@ -19,11 +19,10 @@ class HubDataset:
         FileNotFoundError: if the hub cannot be reached, is switched off, or has no such data set.
     """
 
-    size: int | None = None
-    consumed = 0
-
     def __init__(self, name: str, *, config: str | None, split: str, field: str, errors: str) -> None:
         self._name, self._config, self._split, self._field, self._errors = name, config, split, field, errors
+        self.size: int | None = None
+        self.consumed, self.ignored = 0, dict[str, int]()
         self._revision = _revision(name)
 
     def identity(self) -> dict[str, object]:
@@ -38,12 +37,8 @@ class HubDataset:
         """
         import datasets
 
-        from proteus_lm.data.sources import text_field
-
         try:
-            rows: Any = datasets.load_dataset(
-                self._name, self._config, split=self._split, streaming=True, revision=self._revision
-            )
+            rows: Any = datasets.load_dataset(self._name, self._config, split=self._split, streaming=True, revision=self._revision)
         except Exception as error:  # many kinds: no such config, no such split, network
             raise ValueError(f"hub data set {self._name}, split {self._split!r}: {error}; or {_LOCAL}") from error
         for number, row in enumerate(rows):

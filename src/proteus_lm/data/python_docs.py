@@ -16,7 +16,9 @@ from proteus_lm.data.document import Document
 # Tests, third-party packages and copies of them are no documentation of the standard library.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "_bundled", "__pycache__"}
 _TOPICS = "pydoc_data/topics.py"
-_TOPICS_LENGTH = 32_000  # characters: topics are joined to this length, about that of a large module
+_TOPICS_LENGTH = 32_000  # characters; topics are joined to this length, about that of a large module
+_Named = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_BLOCKS = ast.If | ast.Try | ast.ExceptHandler | ast.With | ast.For | ast.While  # they may hold definitions
 
 
 class PythonDocs:
@@ -38,7 +40,7 @@ class PythonDocs:
         if (self._root / _TOPICS).is_file():
             self._files.insert(0, Path(_TOPICS))
         self.size: int | None = sum((self._root / path).stat().st_size for path in self._files)
-        self.consumed = 0
+        self.consumed, self.ignored = 0, dict[str, int]()
 
     def identity(self) -> dict[str, object]:
         """What the documents depend on: the Python version and the SHA-256 of the sources read."""
@@ -51,6 +53,7 @@ class PythonDocs:
     def documents(self) -> Iterator[Document]:
         """Topics first, then modules by name; the order depends on nothing but the sources."""
         self.consumed, seen = 0, set[str]()
+        self.ignored.clear()
         for module, paths in groupby(self._files, key=_module):
             if module == "pydoc_data":
                 yield from self._topics(list(paths))
@@ -64,7 +67,11 @@ class PythonDocs:
         self.consumed += len(source)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
-            return ast.parse(source, str(path))
+            try:
+                return ast.parse(source, str(path))
+            except (SyntaxError, ValueError):
+                self.ignored["files that do not parse"] = self.ignored.get("files that do not parse", 0) + 1
+                return ast.Module([], [])
 
     def _topics(self, paths: list[Path]) -> Iterator[Document]:
         """Topics of `help()` in alphabetical order, joined to documents of some length."""
@@ -92,18 +99,15 @@ class PythonDocs:
                 yield f"{name}\n\n{text.strip()}"
 
 
-def _documented(
-    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
-) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """(full name, node) of a module and of all classes and functions in it, outer ones first."""
-    yield name, node
+def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, _Named]]:
+    """(full name, node) of a module and of all classes and functions in it, outer ones first, in the order of the lines."""
+    if isinstance(node, _Named):
+        yield name, node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _documented(child, f"{name}.{child.name}")
-        elif isinstance(child, ast.If | ast.Try):  # definitions that depend on the platform
-            for inner in ast.walk(child):
-                if isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield f"{name}.{inner.name}", inner
+        elif isinstance(child, _BLOCKS):
+            yield from _documented(child, name)
 
 
 def _module(path: Path) -> str:

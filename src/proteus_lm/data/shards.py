@@ -84,6 +84,11 @@ class Manifest:
     empty_documents: int = 0
     folder: Path = field(default=Path(), compare=False)
 
+    @property
+    def token_dtype(self) -> np.dtype:
+        """The type of the ids in the shards."""
+        return DTYPES[self.dtype]
+
     def to_dict(self) -> dict[str, Any]:
         """What manifest.json holds."""
         parts = {
@@ -100,22 +105,22 @@ class Manifest:
         return head | {"source": self.source, "tokenizer": self.tokenizer, "options": self.options, "splits": parts}
 
     @staticmethod
-    def read(folder: str | Path) -> Manifest:
-        """The manifest of a prepared folder.
+    def read(folder: str | Path, name: str = "manifest.json") -> Manifest:
+        """The manifest of a prepared folder; `name` is another one only for work in progress.
 
         Raises:
             FileNotFoundError: if the folder holds none.
             ValueError: if it is not one of ours, or of another version of the format.
         """
-        path = Path(folder) / "manifest.json"
+        path = Path(folder) / name
         if not path.is_file():
-            raise FileNotFoundError(f"{folder} is not prepared data: it has no manifest.json; make it with proteus prepare")
+            raise FileNotFoundError(f"{folder} is not prepared data: it has no {name}; make it with proteus prepare")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT or data["version"] != VERSION:
                 found = f"{data['format']} version {data['version']}"
                 raise ValueError(f"it is {found}, this program reads {FORMAT} version {VERSION}; prepare the data again")
-            splits = {name: read_split(part["shards"]) for name, part in data["splits"].items()}
+            splits = {key: Split(tuple(Shard(**shard) for shard in part["shards"])) for key, part in data["splits"].items()}
             kept = {key: data[key] for key in ("source", "tokenizer", "options", "dtype", "empty_documents")}
             return Manifest(**kept, splits=splits, folder=Path(folder))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -147,12 +152,7 @@ class Manifest:
     def _files(self) -> Iterator[tuple[Path, int, str]]:
         for name, split in self.splits.items():
             for shard in split.shards:
-                yield from shard.files(self.folder / name, DTYPES[self.dtype])
-
-
-def read_split(shards: list[dict[str, Any]]) -> Split:
-    """Shards as `Manifest.to_dict` writes them, read back."""
-    return Split(tuple(Shard(**shard) for shard in shards))
+                yield from shard.files(self.folder / name, self.token_dtype)
 
 
 class ShardWriter:
@@ -184,7 +184,7 @@ class ShardWriter:
 
         Raises:
             ValueError: for an id that the vocabulary or the dtype cannot hold.
-            OSError: if the disk does not take it; the message names path, needed and free bytes.
+            WriteError: if the disk does not take it.
         """
         top, limit = int(ids.max()), min(self.vocab_size, int(np.iinfo(self.dtype).max) + 1)
         if top >= limit:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import zstandard
 
-from proteus_lm.data.document import Document, Source
+from proteus_lm.data.document import Document, Source, decode, text_field
 from proteus_lm.data.files import file_sha256
 from proteus_lm.data.python_docs import PythonDocs
 
@@ -124,9 +124,7 @@ class Files:
         self.consumed = 0
         for file in self._files:
             start, kind = self.consumed, _kind(file)
-            rows = self._parquet(file) if kind == "parquet" else self._stream(file, kind)
-            for document in rows:
-                yield document
+            yield from self._parquet(file) if kind == "parquet" else self._stream(file, kind)
             self.consumed = start + file.stat().st_size
 
     def _stream(self, file: Path, kind: str) -> Iterator[Document]:
@@ -176,44 +174,6 @@ class Files:
                 self.consumed = start + file.stat().st_size * row // total
         except (pyarrow.ArrowException, ValueError, OSError) as error:
             raise ValueError(f"{file}: {error}") from error
-
-
-def decode(data: bytes, errors: str, where: str, base: int = 0) -> str:
-    """UTF-8 bytes that start at byte `base` of their file, as text.
-
-    Raises:
-        ValueError: naming the place, the byte and its offset.
-    """
-    try:
-        return data.decode("utf-8", errors)
-    except UnicodeDecodeError as error:
-        byte, offset = data[error.start], base + error.start
-        hint = " (UTF-16?)" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-        raise ValueError(
-            f"{where}: byte 0x{byte:02x} at offset {offset} is not UTF-8{hint}; convert the file, or choose errors=replace"
-        ) from error
-
-
-def text_field(row: Any, field: str, where: str, errors: str) -> str:
-    """The text of a row of JSON lines, Parquet or a hub data set.
-
-    Raises:
-        ValueError: for a row without the field, a value that is not text, or text that is not Unicode (a lone surrogate).
-    """
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row must be an object with the field {field!r}, found {type(row).__name__}")
-    if field not in row:
-        raise ValueError(f"{where}: no field {field!r}; fields seen: {', '.join(map(str, row)) or 'none'}; choose with field")
-    text = row[field]
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: the field {field!r} holds {type(text).__name__}, not text; fields seen: {', '.join(row)}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        if errors == "strict":
-            raise ValueError(f"{where}: character {error.start} is half a surrogate pair; mend it, or errors=replace") from error
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
 
 
 def _json_row(line: str, where: str) -> Any:

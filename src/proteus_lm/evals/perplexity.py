@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from proteus_lm.cache import ProteusCache
 from proteus_lm.evals.statistics import Estimate, ratio_estimate
 from proteus_lm.evals.windows import Documents, LeftOut, Window, choose_windows
 
@@ -142,8 +143,8 @@ def evaluate(
     The model is put in evaluation mode and its flag of training set back afterwards. Nothing is random.
 
     Args:
-        model: model(input_ids, past_key_values=..., use_cache=...) -> object with `logits` (B, T, vocabulary) and
-            `past_key_values`; `model.config.vocab_size` bounds its tokens.
+        model: model(input_ids, past_key_values=ProteusCache, use_cache=...) -> object with `logits` (B, T, vocabulary), the cache
+            updated; `model.config.vocab_size` bounds its tokens.
         dataset: documents of token ids.
         context: predictions a window; None reads each document whole.
         batch_size: windows read at once.
@@ -208,12 +209,11 @@ def _losses(
         )
     # Padding stands behind a window's last token, where a causal model cannot let it touch what is counted.
     valid = np.arange(length) < np.array([[w.length] for w in windows])
-    cache: Any = None
+    cache = ProteusCache() if length > chunk else None
     for first in range(0, length, chunk):
         last = min(first + chunk, length)
         piece = torch.from_numpy(tokens[:, first : last + 1]).to(device)
-        output = model(input_ids=piece[:, :-1], past_key_values=cache, use_cache=length > chunk)
-        cache = output.past_key_values
+        output = model(input_ids=piece[:, :-1], past_key_values=cache, use_cache=cache is not None)  # a forward updates the cache
         yield first, _token_losses(output.logits, piece[:, 1:]), valid[:, first:last]
 
 

@@ -1,0 +1,16 @@
+"""Token mixers by the name a configuration uses."""
+
+from __future__ import annotations
+
+from proteus_lm.mixers.attention import AttentionMixer
+from proteus_lm.mixers.base import Mixer
+from proteus_lm.mixers.comba import CombaMixer
+from proteus_lm.mixers.titans import TitansMixer
+
+registry: dict[str, type[Mixer]] = {
+    "attention": AttentionMixer,
+    "comba": CombaMixer,
+    "titans": TitansMixer,
+}
+
+__all__ = ["AttentionMixer", "CombaMixer", "Mixer", "TitansMixer", "registry"]

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from proteus_lm.run import CHECKPOINTS, MODEL, OPTIMIZER, TRAINER, checkpoint_path, checkpoint_steps, damage
 from proteus_lm.train.optimizer import Groups, load_moments, moments
@@ -146,7 +147,8 @@ def _write(
     tokenizer: Any,
     about: dict[str, Any],
 ) -> None:
-    model.save_pretrained(folder)
+    with _quiet():
+        model.save_pretrained(folder)
     tokenizer.save(folder)
     rng, numbers = _random_states()
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in moments(optimizer, groups).items()}
@@ -161,6 +163,19 @@ def _write(
         "files": files,
     }
     (folder / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bar that transformers draws for each checkpoint."""
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:

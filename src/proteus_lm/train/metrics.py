@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from proteus_lm.run import METRICS, read_metrics
+from proteus_lm.run import METRICS, TENSORBOARD, read_metrics
 
 
 class Metrics:
@@ -35,7 +35,7 @@ class Metrics:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+            self._board = SummaryWriter(str(run / TENSORBOARD), purge_step=step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record (it has a "step"); numbers that are not finite become null, as JSON has none."""
@@ -116,7 +116,7 @@ def summary(record: dict[str, Any]) -> str:
 
 def perplexity(loss: float) -> float:
     """exp(loss in nats a token), infinite where fp64 cannot hold it."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def _cut_back(path: Path, step: int) -> None:
@@ -139,7 +139,7 @@ def _plain(value: Any) -> Any:
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
     """Numbers of a record by TensorBoard name; memory_norm (layers x blocks) as memory_norm/layer-L/block-E."""
-    found = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+    found = {name: float(value) for name, value in record.items() if isinstance(value, int | float) and name != "step"}
     for layer, norms in enumerate(record.get("memory_norm", [])):
         found |= {f"memory_norm/layer-{layer}/block-{block}": norm for block, norm in enumerate(norms)}
     return found

@@ -7,6 +7,7 @@ memories), when it has fewer than two dimensions (norms, biases), or when it is 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,15 @@ class Groups:
     decay: dict[str, nn.Parameter]
     no_decay: dict[str, nn.Parameter]
     reasons: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """The groups as lines for a log; layers that differ in their number only are named once, with * for it."""
+        lines = []
+        for title, group in (("weight decay", self.decay), ("no weight decay", self.no_decay)):
+            names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in group)
+            count = sum(p.numel() for p in group.values())
+            lines.append(f"{title}: {len(group)} tensors, {count:,} numbers: {', '.join(names) or 'none'}")
+        return lines
 
     def to_dict(self) -> dict[str, dict[str, str]]:
         """{"decay": {name: shape}, "no_decay": {name: reason}}: what RUN/parameters.json holds."""

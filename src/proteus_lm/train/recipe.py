@@ -52,7 +52,7 @@ class TrainRecipe:
     Args:
         steps: optimiser steps in all; the learning-rate schedule ends there.
         batch_size: rows (windows) an optimiser step, over all processes.
-        micro_batch_size: rows in one forward pass of one process (gradients are summed until the step is whole); None = all at once.
+        micro_batch_size: rows in one forward pass of one process, gradients are summed until the step is whole; None = all at once.
         lr: peak learning rate. min_lr_ratio: the last step's learning rate as a part of it (cosine only).
         warmup: steps of linear warm-up. schedule: cosine | constant, after the warm-up.
         betas, eps, weight_decay: of AdamW; decay is decoupled and only for the group `proteus_lm.train.optimizer` names.
@@ -172,8 +172,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def make_recipe(sections: Mapping[str, Mapping[str, Any]]) -> Recipe:
     """The checked recipe of plain sections {"model": {...}, "data": {...}, "train": {...}}.
 
-    The schedule of the memory follows the training context: `model.memory_context` is `data.context` where several blocks are asked
-    for and it is not given.
+    The schedule of the memory follows the training context: `model.memory_context` is `data.context` where it is not given.
 
     Raises:
         RecipeError: as `load_recipe`.
@@ -188,12 +187,10 @@ def make_recipe(sections: Mapping[str, Mapping[str, Any]]) -> Recipe:
 
 def model_fields() -> tuple[str, ...]:
     """Names a recipe's model section may use: the fields of ProteusConfig itself, not those every Hugging Face config has."""
-    from transformers import PreTrainedConfig
-
     from proteus_lm.config import ProteusConfig
 
-    common = {f.name for f in dataclasses.fields(PreTrainedConfig)} - {"tie_word_embeddings"}
-    return tuple(f.name for f in dataclasses.fields(ProteusConfig) if f.name not in common)
+    own = ProteusConfig.__annotations__
+    return tuple(f.name for f in dataclasses.fields(ProteusConfig) if f.name in own)
 
 
 def _model_section(model: dict[str, Any], context: int) -> dict[str, Any]:
@@ -201,14 +198,12 @@ def _model_section(model: dict[str, Any], context: int) -> dict[str, Any]:
 
     for key in model:
         _known(key, model_fields(), "key", "section model")
-    blocks = model.get("memory_blocks", 1)
-    if isinstance(blocks, int) and blocks > 1:
-        model.setdefault("memory_context", context)
+    model.setdefault("memory_context", context)
     try:
         config = ProteusConfig(**model)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"section model: {error}") from error
-    if blocks > 1 and config.memory_context > context:
+    if config.memory_blocks > 1 and config.memory_context > context:
         raise RecipeError(
             f"model.memory_context is {config.memory_context} and data.context is {context}: the last blocks of memory would never "
             f"open in training; leave memory_context out (it is then {context}) or train with a longer context"

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from proteus_lm.data.dataset import TokenDataset
-from proteus_lm.data.tokenizer import Tokenizer, load_tokenizer
+from proteus_lm.data.tokenizer import Tokenizer
 from proteus_lm.run import CONTENTS, RECIPE
 from proteus_lm.train.checkpoint import about_checkpoint, newest_complete, remove_leftovers
 from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe, make_recipe
@@ -50,13 +50,14 @@ def choose_device(recipe: TrainRecipe) -> torch.device:
 def ambient(recipe: TrainRecipe, device: torch.device) -> Iterator[None]:
     """Threads and deterministic algorithms as the recipe says, and as they were afterwards; random generators seeded."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill: Any = torch.utils.deterministic  # a module whose setting is made on the fly, unknown to type checkers
+    filled = fill.fill_uninitialized_memory
     wanted = device.type == "cpu" if recipe.deterministic is None else recipe.deterministic
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     if wanted and not deterministic:
         # Filling fresh memory finds bugs and costs time; it changes no result.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        fill.fill_uninitialized_memory = False
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
     torch.manual_seed(recipe.seed)
@@ -67,49 +68,45 @@ def ambient(recipe: TrainRecipe, device: torch.device) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        fill.fill_uninitialized_memory = filled
 
 
-def resolve(recipe: Recipe, vocabulary: int) -> Recipe:
-    """The recipe with what the data decide: an absolute path, and the vocabulary where the recipe leaves it out.
+def resolve(recipe: Recipe, tokenizer: Tokenizer) -> Recipe:
+    """The recipe with what the data decide: an absolute path, the vocabulary and the end token where the recipe leaves them out.
 
     Args:
-        vocabulary: tokens of the tokenizer the data were made with.
+        tokenizer: the one the data were made with.
 
     Raises:
         RecipeError: when the recipe's vocabulary is smaller than that.
     """
+    vocabulary = tokenizer.vocab_size
     asked = recipe.model.get("vocab_size", vocabulary)
     if asked < vocabulary:
         raise RecipeError(
-            f"model.vocab_size is {asked}, but the tokenizer of {recipe.data.path} has {vocabulary} tokens; use at least that, or leave "
-            "it out"
+            f"model.vocab_size is {asked}, but the tokenizer of {recipe.data.path} has {vocabulary} tokens; use at least that, "
+            "or leave it out"
         )
     sections = recipe.to_dict()
-    sections["model"]["vocab_size"] = asked
+    sections["model"] = {"eos_token_id": tokenizer.eos_id} | sections["model"] | {"vocab_size": asked}
     sections["data"]["path"] = str(Path(recipe.data.path).resolve())
     return make_recipe(sections)
 
 
-def check_documents(recipe: Recipe, dataset: TokenDataset, split: str) -> None:
-    """Raise RecipeError when no document of a split holds a window of context + 1 tokens, unless the recipe allows it."""
+def validation_context(recipe: Recipe, dataset: TokenDataset) -> int:
+    """Predictions in a window of validation: the training context, or what the longest document holds where the recipe allows that.
+
+    Raises:
+        RecipeError: when no document holds such a window.
+    """
     longest, context = dataset.longest_document, recipe.data.context
     if longest <= context and not recipe.data.allow_short_documents:
         raise RecipeError(
-            f"data.context is {context}, but the longest document of the {split} split of {recipe.data.path} has {longest} tokens, and a "
-            f"window takes {context + 1}; use a shorter context, longer documents, or data.allow_short_documents=true"
+            f"data.context is {context}, but the longest document of the validation split of {recipe.data.path} has {longest} "
+            f"tokens, and a window there takes {context + 1}; use a shorter context, longer documents, train.validate_tokens=0, or "
+            "data.allow_short_documents=true"
         )
-
-
-def open_tokenizer(dataset: TokenDataset, path: str) -> Tokenizer:
-    """The tokenizer that lies beside the data. Raises RecipeError when it is not the one they were made with."""
-    tokenizer, made_with = load_tokenizer(path), dataset.manifest.tokenizer["hash"]
-    if tokenizer.hash != made_with:
-        raise RecipeError(
-            f"the tokenizer in {path} (hash {tokenizer.hash[:12]}) is not the one its tokens were made with (hash {made_with[:12]}); "
-            "prepare the data again"
-        )
-    return tokenizer
+    return min(context, longest - 1)
 
 
 def fingerprint(dataset: TokenDataset) -> str:
@@ -117,8 +114,32 @@ def fingerprint(dataset: TokenDataset) -> str:
     return hashlib.sha256(json.dumps(dataset.manifest.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
-def choose_start(run: Path, resume: str) -> Path | None:
-    """The checkpoint to continue from, or None for a new run; makes the folder ready.
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold a run directory for one process; it is made when it is not there. Where the system has no flock there is no lock.
+
+    Raises:
+        RuntimeError: when another process trains in it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    descriptor = os.open(run, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"another process is training in {run}; wait for it, stop it, or choose another folder") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def make_ready(run: Path, resume: str) -> None:
+    """Look whether a run may begin or go on in a folder that is there, and tidy it.
 
     Args:
         resume: "auto" = continue where there is a complete checkpoint, else begin; "never" = begin, and refuse where a run is;
@@ -131,20 +152,18 @@ def choose_start(run: Path, resume: str) -> Path | None:
     if resume not in RESUME:
         raise ValueError(f"resume is {resume!r}; it must be one of {', '.join(RESUME)}")
     is_run = (run / RECIPE).is_file()
-    if run.exists() and not is_run and (not run.is_dir() or any(run.iterdir())):
+    if not is_run and any(run.iterdir()):
         raise FileExistsError(f"{run} exists and is not a run; choose another folder")
     if is_run and resume == "never":
-        raise FileExistsError(f"{run} holds a run already; continue it, choose another folder, or ask for a restart, which removes it")
+        raise FileExistsError(
+            f"{run} holds a run already; continue it, choose another folder, or ask for a restart, which removes it"
+        )
     if is_run and resume == "restart":
         _remove_run(run)
-    run.mkdir(parents=True, exist_ok=True)
     remove_leftovers(run)
     folder, complaints = newest_complete(run)
     if folder is None and complaints:
         raise ValueError(f"no checkpoint of {run} is whole ({'; '.join(complaints)}); ask for a restart to begin anew")
-    for complaint in complaints:
-        print(f"left out a damaged checkpoint: {complaint}", file=sys.stderr)
-    return folder
 
 
 def check_same(folder: Path, recipe: Recipe, about: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 
 class TrainingInterrupted(SystemExit):
@@ -19,21 +20,21 @@ class TrainingInterrupted(SystemExit):
         return self.message
 
 
-class Signals:
+class Seen:
     """The signal received so far, as a number; 0 = none."""
 
-    received = 0
+    received: int = 0
 
 
 @contextlib.contextmanager
-def watch() -> Iterator[Signals]:
+def watch() -> Iterator[Seen]:
     """Note SIGTERM and SIGINT instead of dying; a second one acts as it always did. Does nothing outside the main thread."""
-    seen = Signals()
+    seen = Seen()
     if threading.current_thread() is not threading.main_thread():
         yield seen
         return
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
 
     def note(number: int, frame: object) -> None:
         seen.received = number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,15 @@ def make_inputs(batch: Batch, *, positions: str, first: int, last: int) -> Input
     """Rows first .. last - 1 of a batch, on the CPU.
 
     Args:
-        positions: "window" = a row is one sequence; "document" = rows are packed in one with a boundary at every document's start, and
-            the first token of a document is not predicted from the document before it.
+        positions: "window" = a row is one sequence; "document" = rows are packed in one with a boundary at every document's start,
+            and the first token of a document is not predicted from the document before it.
     """
     tokens, starts = batch.tokens[first:last], batch.starts[first:last]
     ids, targets = tokens[:, :-1], tokens[:, 1:]
     if positions == "window":
         return Inputs(ids, targets, None)
     targets = targets.masked_fill(starts[:, 1:], IGNORED)
-    return Inputs(ids.reshape(1, -1), targets.reshape(1, -1), cu_seqlens(starts[:, :-1]))
+    return Inputs(ids.reshape(1, -1), targets.reshape(1, -1), cu_seqlens(starts))
 
 
 def micro_batches(batch: Batch, *, positions: str, rows: int) -> Iterator[Inputs]:
@@ -60,9 +60,20 @@ def micro_batches(batch: Batch, *, positions: str, rows: int) -> Iterator[Inputs
 
 
 def forward_backward(
-    model: nn.Module, batch: Batch, *, positions: str, rows: int, precision: str, ranks: Ranks
+    forward: Callable[..., Any],
+    parameters: Sequence[nn.Parameter],
+    batch: Batch,
+    *,
+    positions: str,
+    rows: int,
+    precision: str,
+    ranks: Ranks,
 ) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all predictions of all processes, added up in `.grad` over micro-batches.
+
+    Args:
+        forward: the model, or what torch.compile made of it. parameters: its parameters.
+        rows: of one micro-batch. precision: fp32 | bf16 (autocast).
 
     Returns:
         That loss, nats a token, fp32 () on the device, and the number of predictions.
@@ -72,7 +83,7 @@ def forward_backward(
     total = torch.zeros((), device=ranks.device)
     for piece in pieces:
         with torch.autocast(ranks.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            logits = model(
+            logits = forward(
                 input_ids=piece.ids.to(ranks.device),
                 cu_seqlens=None if piece.boundaries is None else piece.boundaries.to(ranks.device),
                 use_cache=False,
@@ -81,7 +92,7 @@ def forward_backward(
         loss = cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum") / predictions
         loss.backward()
         total += loss.detach()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     ranks.sum_([*gradients, total])
     return total, predictions
 

@@ -15,6 +15,10 @@ from torch import Tensor
 from proteus_lm.ops.rows import Rows
 
 
+# Matrices worked on at once: few enough for a processor's cache, and enough to fill a device without filling its memory.
+_HOST_MATRICES, _DEVICE_MATRICES = 32, 4096
+
+
 class Group(NamedTuple):
     """`count` tiles of `length` tokens from token `start`: `width` coordinates are open; only the first `rows` rows reach here."""
 
@@ -37,11 +41,12 @@ class Bucket(NamedTuple):
     groups: list[Group]
 
 
-def cut(stretches: Sequence[tuple[int, int]], lengths: Sequence[int], size: int) -> list[Group]:
+def cut(stretches: Sequence[tuple[int, int]], lengths: Sequence[int], size: int, batch: int) -> list[Group]:
     """Tiles of at most `size` tokens for rows of `lengths` tokens (longest first).
 
     Args:
         stretches: (tokens, open coordinates) of the longest row, in order. Tiles are counted from a stretch's first token.
+        batch: rows times tiles in a group, at most, unless one tile has more rows.
     """
     groups: list[Group] = []
     first = 0
@@ -51,7 +56,8 @@ def cut(stretches: Sequence[tuple[int, int]], lengths: Sequence[int], size: int)
             length = min(size, last - first)
             rows = sum(n > first for n in lengths)
             before = groups[-1] if groups else None
-            if before is not None and before[1:] == (length, before.count, width, rows):
+            alike = before is not None and before[1:] == (length, before.count, width, rows)
+            if before is not None and alike and (before.count + 1) * rows <= batch:
                 groups[-1] = before._replace(count=before.count + 1)
             else:
                 groups.append(Group(first, length, 1, width, rows))
@@ -59,13 +65,13 @@ def cut(stretches: Sequence[tuple[int, int]], lengths: Sequence[int], size: int)
     return groups
 
 
-def plan(active: Tensor | None, lengths: Sequence[int], dim: int, size: int) -> list[Bucket]:
+def plan(active: Tensor | None, lengths: Sequence[int], dim: int, size: int, batch: int) -> list[Bucket]:
     """Sort rows by when their blocks open, and cut each kind into tiles. Costs one transfer if `active` lies on a device.
 
     Args:
         active: int (N, L) or (1, L) where all rows agree: open coordinates of each token; None: all `dim` are open.
         lengths: tokens of each of the N rows; what stands in `active` behind a row's end is not looked at.
-        size: tokens in a tile, at most.
+        size, batch: tokens in a tile, and rows times tiles in a group, at most.
     """
     order = sorted(range(len(lengths)), key=lambda r: -lengths[r])
     if active is None or len(active) == 1:
@@ -85,7 +91,7 @@ def plan(active: Tensor | None, lengths: Sequence[int], dim: int, size: int) -> 
             line = active[rows[0] if len(active) > 1 else 0, :longest].cpu()
             widths, counts = torch.unique_consecutive(line, return_counts=True)
             stretches = list(zip(counts.tolist(), widths.tolist()))
-        groups = cut(stretches, [lengths[r] for r in rows], size)
+        groups = cut(stretches, [lengths[r] for r in rows], size, batch)
         buckets.append(Bucket(None if rows == list(range(len(lengths))) else rows, groups))
     return buckets
 
@@ -94,21 +100,23 @@ class Layout:
     """How a call's tensors (B, T, ...) become rows (N, L, ...), the rows' buckets, and the way back.
 
     Args:
+        x: a tensor (B, T, H, ...) of the call.
         active: int (B, T) or (1, T), open coordinates at each token; None: all.
         cu_seqlens: boundaries of the documents when they are packed in one row.
-        batch, tokens: B and T.  dim: coordinates of the scheduled axis.  size: tokens in a tile.
+        dim: coordinates of the scheduled axis.  size: tokens in a tile, at most.
     """
 
-    def __init__(self, active: Tensor | None, cu_seqlens: Tensor | None, batch: int, tokens: int, dim: int, size: int) -> None:
-        self._packed = None if cu_seqlens is None else Rows(cu_seqlens, tokens)
-        self.count, self.length = batch, tokens
-        lengths = [tokens] * batch
+    def __init__(self, x: Tensor, active: Tensor | None, cu_seqlens: Tensor | None, dim: int, size: int) -> None:
+        self.count, self.length = x.shape[:2]
+        self._packed = None if cu_seqlens is None else Rows(cu_seqlens, self.length)
+        lengths = [self.length] * self.count
         if self._packed is not None:
             self.count, self.length = self._packed.count, self._packed.length
             lengths = self._packed.lengths.tolist()
             if active is not None:
                 active = self._packed.split(active.to(self._packed.lengths.device))
-        self.buckets = plan(active, lengths, dim, size)
+        matrices = _HOST_MATRICES if x.device.type == "cpu" else _DEVICE_MATRICES
+        self.buckets = plan(active, lengths, dim, size, matrices // x.shape[2])
 
     def rows(self, x: Tensor) -> Tensor:
         """(B, T, ...) -> (N, L, ...); zeros behind a document's end."""
@@ -133,4 +141,6 @@ def add_tiles(x: Tensor, tiles: Tensor, group: Group, lead: int = 0) -> None:
     span = x[: group.rows, group.start + lead : group.end + lead].unflatten(1, (group.count, group.length))
     span.add_(parts[:, :, :, lead:].transpose(2, 3))
     for i in range(lead):
-        x[: group.rows, group.start + i : group.start + i + (group.count - 1) * group.length + 1 : group.length].add_(parts[:, :, :, i])
+        x[: group.rows, group.start + i : group.start + i + (group.count - 1) * group.length + 1 : group.length].add_(
+            parts[:, :, :, i]
+        )

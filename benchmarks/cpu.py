@@ -1,0 +1,155 @@
+"""Chunkwise PyTorch against the token-by-token reference, and scheduled against full capacity, on the CPU.
+
+    python benchmarks/cpu.py [--threads 2] [--repeats 5] [--out benchmarks/results]
+
+Every number is a ratio of medians taken in one run, the two sides in turn. A result is timed only after it was found equal to
+the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proteus_lm import ActivationSchedule, ops
+from proteus_lm.ops import reference
+
+B, T, H, D, HIDDEN, CHUNK = 2, 2048, 4, 64, 256, 64
+EXTRA = {
+    "retention": ("g",),
+    "swla": ("g", "gamma"),
+    "delta_rule": ("beta",),
+    "gated_delta_rule": ("g", "beta"),
+    "comba": ("p", "g", "beta"),
+    "titans_memory": ("theta", "alpha", "eta"),
+}
+
+
+def inputs(name: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Random fp32 inputs of one operation, in its order, with the keywords it needs."""
+    torch.manual_seed(0)
+    unit = lambda: torch.nn.functional.normalize(torch.randn(B, T, H, D), dim=-1)  # noqa: E731
+    gates = {
+        "g": torch.nn.functional.logsigmoid(torch.randn(B, T, H) + 3),
+        "beta": torch.rand(B, T, H),
+        "gamma": torch.rand(B, T, H, 2),
+        "p": 0.7 * unit(),
+        "theta": torch.rand(B, T, H) * 0.1 / CHUNK,
+        "alpha": torch.rand(B, T, H) * 0.02,
+        "eta": torch.rand(B, T, H) * 0.2 + 0.7,
+    }
+    tensors = [unit(), unit(), torch.randn(B, T, H, D) / D**0.5, *(gates[n] for n in EXTRA[name])]
+    if name != "titans_memory":
+        return [x.requires_grad_() for x in tensors], {}
+    weights = [torch.randn(H, D, HIDDEN) / D**0.5, torch.randn(H, HIDDEN, D) / HIDDEN**0.5]
+    return [x.requires_grad_() for x in (*tensors, *weights)], {"chunk": CHUNK}
+
+
+def call(module: Any, name: str, tensors: list[Tensor], keywords: dict[str, Any], blocks: int, axis: str) -> Tensor:
+    """Outputs of one operation under E blocks over T positions."""
+    schedule = ActivationSchedule(blocks, T)
+    if name == "titans_memory":
+        activation = schedule.activation(HIDDEN, T)
+        return module.titans_memory(*tensors[:6], tensors[6:], activation=activation, **keywords)[0]
+    return getattr(module, name)(*tensors, activation=schedule.activation(D, T), axis=axis, **keywords)[0]
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def forward_backward(module: Any, name: str, blocks: int = 1, axis: str = "key") -> tuple[Callable, Callable]:
+    """Two closures: the forward without gradients, and forward with the gradient of every input."""
+    tensors, keywords = inputs(name)
+    upstream = torch.randn(B, T, H, D)
+
+    def forward() -> None:
+        with torch.no_grad():
+            call(module, name, tensors, keywords, blocks, axis)
+
+    def both() -> None:
+        torch.autograd.grad(call(module, name, tensors, keywords, blocks, axis), tensors, upstream)
+
+    return forward, both
+
+
+def check(name: str, blocks: int, axis: str) -> None:
+    """Refuse to time what is not equal to the reference (fp32, relative root mean square 1e-5)."""
+    tensors, keywords = inputs(name)
+    with torch.no_grad():
+        ours, right = (call(m, name, tensors, keywords, blocks, axis) for m in (ops, reference))
+    error = ((ours - right).square().mean() / right.square().mean()).sqrt().item()
+    if not error < 1e-5:
+        raise SystemExit(f"{name} E={blocks} {axis}: relative error {error:.1e}; not timed")
+
+
+def medians(sides: list[Callable], repeats: int) -> list[float]:
+    """Median seconds of each side, measured in turn after one warm-up."""
+    for side in sides:
+        side()
+    rounds = [[timed(side) for side in sides] for _ in range(repeats)]
+    return [statistics.median(column) for column in zip(*rounds)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows = []
+    for name in EXTRA:
+        check(name, 1, "key")
+        ours, slow = forward_backward(ops, name), forward_backward(reference, name)
+        f, sf = medians([ours[0], slow[0]], max(2, arguments.repeats // 2))
+        b, sb = medians([ours[1], slow[1]], max(2, arguments.repeats // 2))
+        row: dict[str, Any] = {"operation": name, "forward_ms": 1e3 * f, "both_ms": 1e3 * b}
+        row |= {"reference_forward": sf / f, "reference_both": sb / b}
+        for axis in ("key", "value") if name != "titans_memory" else ("key",):
+            check(name, 16, axis)
+            scheduled = forward_backward(ops, name, 16, axis)
+            one, many, one_b, many_b = medians([ours[0], scheduled[0], ours[1], scheduled[1]], arguments.repeats)
+            row |= {f"E16_{axis}_forward": many / one, f"E16_{axis}_both": many_b / one_b}
+        rows.append(row)
+        print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    about = {
+        "command": f"python benchmarks/cpu.py --threads {arguments.threads} --repeats {arguments.repeats}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.processor() or platform.machine(),
+        "threads": arguments.threads,
+        "shape": f"fp32 B={B} T={T} H={H} K=V={D}, titans hidden {HIDDEN} chunk {CHUNK}; E=16 over N={T}",
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "cpu.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    (arguments.out / "cpu.md").write_text(table(about, rows))
+
+
+def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown, the command above them."""
+    lines = [f"`{about['command']}`: torch {about['torch']}, {about['threads']} threads, {about['shape']}.", ""]
+    lines += ["| operation | forward ms | f+b ms | reference / ours, forward | f+b | E=16 / E=1 key rows, forward | f+b | value columns | f+b |"]
+    lines += ["|---" * 9 + "|"]
+    for r in rows:
+        value = [f"{r[k]:.2f}" if k in r else "-" for k in ("E16_value_forward", "E16_value_both")]
+        lines.append(
+            f"| {r['operation']} | {r['forward_ms']:.1f} | {r['both_ms']:.1f} | {r['reference_forward']:.1f} x | "
+            f"{r['reference_both']:.1f} x | {r['E16_key_forward']:.2f} | {r['E16_key_both']:.2f} | {value[0]} | {value[1]} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

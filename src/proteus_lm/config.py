@@ -1,0 +1,225 @@
+"""One configuration for every model. A field either changes the model or raises; an unknown key raises."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from proteus_lm.mixers import registry
+from proteus_lm.mixers.base import Mixer
+from proteus_lm.schedule import ActivationSchedule
+
+_COUNTS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "value_expansion", "intermediate_size"),
+    *("conv_size", "memory_blocks", "memory_context", "memory_depth", "memory_expansion", "chunk_size"),
+)
+_OPTIONAL_COUNTS = ("window",)
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_POSITIVE = ("norm_eps", "theta_scale")
+_NOT_NEGATIVE = ("output_correction",)
+_SWITCHES = ("tie_word_embeddings", "use_momentum", "use_forgetting", "use_cache")
+_CHOICES = {
+    "mixer": tuple(registry),
+    "memory_axis": ("key", "value"),
+    "norm_order": ("norm_then_mask", "mask_then_norm"),
+    "positions": ("document", "window"),
+    "memory_activation": ("gelu_tanh", "silu"),
+    "read": ("post", "pre"),
+    "inner_decay": ("after_norm", "before_norm"),
+}
+# How a memory is cut means nothing while it is one block.
+_NEED_BLOCKS = ("memory_axis", "norm_order")
+# Of the keys every Hugging Face configuration takes: those that would change nothing here.
+_INERT = ("chunk_size_feed_forward", "is_encoder_decoder", "output_attentions", "problem_type", "num_labels")
+
+
+class ProteusConfig(PreTrainedConfig):
+    """Shape of a language model; the defaults make a small one that works.
+
+    Args:
+        mixer: token mixer, a name of `proteus_lm.mixers.registry`.
+        vocab_size: tokens. The default is the byte tokenizer's.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: layers, each a mixer and an MLP.
+        num_heads, head_dim: heads of the mixer and their width (K); head_dim None is hidden_size / num_heads.
+        value_expansion: width of a head's values in head_dim (matrix memories).
+        intermediate_size: width of the SwiGLU MLP; None is 8/3 hidden_size, rounded up to a multiple of 64.
+        conv_size: taps of the short convolution.
+        norm_eps: of every RMSNorm.
+        tie_word_embeddings: the output head is the embedding table.
+        memory_blocks: E, blocks of the memory; 1 is the base model.
+        memory_context: N, tokens over which the blocks open: the training context. With one block it only records that context.
+        memory_axis: blocks of "key" rows or "value" columns (matrix memories; Titans' blocks are hidden units).
+        norm_order: norm_then_mask | mask_then_norm of keys and queries (spec/linear.md 2.7).
+        positions: a token's position counts in its "document" (packed training gives boundaries), or in the "window" as a whole.
+        window: tokens attention sees, itself included; None for all.
+        memory_depth, memory_expansion, memory_activation: matrices of Titans' memory, its hidden width in head_dim, the function
+            between (gelu_tanh | silu).
+        chunk_size: tokens whose gradients are taken at the same weights (Titans' inner chunk; part of the model).
+        read: of the memory with ("post") or without ("pre") the token's own write.
+        use_momentum, use_forgetting: Titans' gates eta and alpha.
+        theta_scale: bound of theta * chunk_size / (1 - eta); 1 is safe (spec/deep.md 6).
+        inner_decay: Comba's p = sigmoid(b) k after the norm of k ("after_norm"), or before ("before_norm", as fla).
+        output_correction: initial D of Comba's q' = q - D p; 0 for none. Its authors use 0.02 at 340M and 1 at 1.3B.
+        use_cache: return a cache outside training.
+        bos_token_id, eos_token_id, pad_token_id: for generation.
+
+    Raises:
+        ValueError: for an unknown key, a value outside these rules, or a field that the chosen mixer does not have.
+    """
+
+    model_type = "proteus"
+
+    mixer: str = "titans"
+    vocab_size: int = 257
+    hidden_size: int = 128
+    num_hidden_layers: int = 2
+    num_heads: int = 4
+    head_dim: int | None = None
+    value_expansion: int = 1
+    intermediate_size: int | None = None
+    conv_size: int = 4
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    memory_blocks: int = 1
+    memory_context: int = 8192
+    memory_axis: str = "key"
+    norm_order: str = "norm_then_mask"
+    positions: str = "document"
+    window: int | None = None
+    memory_depth: int = 2
+    memory_expansion: int = 4
+    memory_activation: str = "gelu_tanh"
+    chunk_size: int = 64
+    read: str = "post"
+    use_momentum: bool = True
+    use_forgetting: bool = True
+    theta_scale: float = 1.0
+    inner_decay: str = "after_norm"
+    output_correction: float = 1.0
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._check_keys(kwargs)
+        _check_value("hidden_size", self.hidden_size)
+        _check_value("num_heads", self.num_heads)
+        if self.head_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; give head_dim, or other sizes"
+                )
+            self.head_dim = self.hidden_size // self.num_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+        super().__post_init__(**kwargs)
+        self.check()
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """The default of a field."""
+        return _defaults()[name]
+
+    @property
+    def mixer_class(self) -> type[Mixer]:
+        """The class of the token mixer."""
+        return registry[self.mixer]
+
+    @property
+    def schedule(self) -> ActivationSchedule:
+        """When the blocks of memory open."""
+        return ActivationSchedule(self.memory_blocks, self.memory_context)
+
+    def check(self) -> None:
+        """Raise ValueError for a value or a combination outside the rules; `ProteusForCausalLM` asks again, fields may be set."""
+        for name in _defaults():
+            _check_value(name, getattr(self, name))
+        for name in _INERT:
+            value, default = getattr(self, name), getattr(_plain(), name)
+            if value != default:
+                raise ValueError(f"{name} is {value!r}, which would change nothing in a Proteus model; leave it at {default!r}")
+        special = set().union(*(mixer.fields for mixer in registry.values()))
+        for name in sorted(special - self.mixer_class.fields):
+            self._refuse(name, f"does not apply to mixer {self.mixer!r}; mixers with it: {', '.join(_mixers_with(name))}")
+        if self.memory_blocks == 1:
+            for name in _NEED_BLOCKS:
+                self._refuse(name, "changes nothing with memory_blocks 1, which is open always")
+        dim = self.mixer_class.memory_dim(self)
+        if dim is not None and dim < self.memory_blocks:
+            raise ValueError(
+                f"memory_blocks is {self.memory_blocks} and the memory of mixer {self.mixer!r} has {dim} coordinates to open; "
+                f"use at most {dim} blocks, or a larger memory"
+            )
+        self.mixer_class.validate(self)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        value, default = getattr(self, name), self.default(name)
+        if value != default:
+            raise ValueError(f"{name} is {value!r}, but {name} {reason}; leave it at its default, {default!r}")
+
+    @staticmethod
+    def _check_keys(given: dict[str, Any]) -> None:
+        """Raise ValueError for keys that no Hugging Face configuration knows."""
+        for key in given:
+            if key not in _inherited():
+                close = difflib.get_close_matches(key, _defaults(), n=1, cutoff=0.0)
+                raise ValueError(f"unknown field {key!r} in a ProteusConfig; the nearest is {close[0]!r}")
+
+
+@cache
+def _plain() -> PreTrainedConfig:
+    return PreTrainedConfig()
+
+
+@cache
+def _inherited() -> frozenset[str]:
+    """Keys that any Hugging Face configuration takes: written to its files, or handed on by `from_pretrained`."""
+    extra = ("name_or_path", "_name_or_path", "_commit_hash", "attn_implementation", "torch_dtype", "auto_map", "output_attentions")
+    return frozenset(extra) | {"model_type", "num_labels"} | set(_plain().to_dict())
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """ProteusConfig's own fields with their defaults."""
+    own = ProteusConfig.__annotations__
+    return {f.name: f.default for f in fields(ProteusConfig) if f.name in own and f.default is not MISSING}
+
+
+def _mixers_with(name: str) -> list[str]:
+    return [mixer for mixer, kind in registry.items() if name in kind.fields]
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Raise ValueError when a field's value is not of its kind."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    number = (whole or isinstance(value, float)) and math.isfinite(value)
+    rule = None
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            close = difflib.get_close_matches(str(value), _CHOICES[name], n=1)
+            rule = f"one of {', '.join(_CHOICES[name])}" + (f" (did you mean {close[0]}?)" if close else "")
+    elif name in _COUNTS:
+        rule = None if whole and value >= 1 else "a whole number of at least 1"
+    elif name in _OPTIONAL_COUNTS:
+        rule = None if value is None or (whole and value >= 1) else "a whole number of at least 1, or None"
+    elif name in _TOKENS:
+        rule = None if value is None or (whole and value >= 0) or name == "eos_token_id" and _ids(value) else "a token id, or None"
+    elif name in _POSITIVE:
+        rule = None if number and value > 0 else "a number above 0"
+    elif name in _NOT_NEGATIVE:
+        rule = None if number and value >= 0 else "a number of at least 0"
+    elif name in _SWITCHES:
+        rule = None if isinstance(value, bool) else "true or false"
+    if rule is not None:
+        raise ValueError(f"{name} is {value!r}; it must be {rule}")
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, int) and v >= 0 for v in value)

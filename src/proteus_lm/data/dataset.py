@@ -1,0 +1,133 @@
+"""Prepared data, read: the documents of one split as ids, and any stretch of their stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from proteus_lm.data.shards import Manifest, Shard
+from proteus_lm.data.tokenizer import Tokenizer, load_tokenizer
+
+
+class TokenDataset:
+    """One split of a folder made by `prepare`. Shards are memory-mapped when they are first read.
+
+    The stream of a split is all its documents one after the other, each with its end token.
+
+    Args:
+        path: the prepared folder.
+        split: "train" or "validation".
+
+    Raises:
+        FileNotFoundError: if the folder is not prepared data.
+        ValueError: for a split that is not there, or a file whose size is not the manifest's (cut short, missing).
+    """
+
+    def __init__(self, path: str | Path, split: str = "train") -> None:
+        self.manifest, self.path, self.split = Manifest.read(path), Path(path), split
+        if split not in self.manifest.splits:
+            has = ", ".join(self.manifest.splits)
+            raise ValueError(f"{path} has no split {split!r} (it has: {has}); prepare it with a validation_fraction above 0")
+        self.manifest.check_sizes()
+        self._shards = self.manifest.splits[split].shards
+        firsts = np.cumsum([0, *(shard.tokens for shard in self._shards)])
+        self._firsts: np.ndarray = firsts  # place in the stream where each shard begins, and the end
+        indices = [self._index(shard) for shard in self._shards]
+        parts = [first + index[:-1] for first, index in zip(firsts, indices)]
+        self._bounds = np.concatenate([*parts, firsts[-1:]]).astype(np.int64)
+        self._maps: dict[int, np.ndarray] = {}
+
+    def _index(self, shard: Shard) -> np.ndarray:
+        """Where documents start in a shard, int64 (documents + 1)."""
+        file = self.path / self.split / f"{shard.name}.idx"
+        index = np.fromfile(file, "<i8")
+        if index[0] != 0 or index[-1] != shard.tokens or (np.diff(index) < 1).any():
+            raise ValueError(f"{file} is damaged: document starts must rise from 0 to {shard.tokens}; prepare with overwrite")
+        return index
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the stream, end tokens among them."""
+        return int(self._bounds[-1])
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self._bounds) - 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of UTF-8 text behind the tokens: divide by it for bits per byte."""
+        return self.manifest.splits[self.split].bytes
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document, its end token among them."""
+        return self.manifest.splits[self.split].longest_document
+
+    @property
+    def document_starts(self) -> np.ndarray:
+        """Place in the stream of every document's first token and, last, the end: int64 (documents + 1)."""
+        return self._bounds
+
+    def document(self, index: int) -> np.ndarray:
+        """Ids of one document with its end token, int64 (tokens,).
+
+        Raises:
+            IndexError: for an index that is not in 0 .. documents - 1.
+        """
+        if not 0 <= index < self.documents:
+            raise IndexError(f"document {index} of {self.documents}: count from 0 to {self.documents - 1}")
+        return self.read(int(self._bounds[index]), int(self._bounds[index + 1]))
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids start .. stop - 1 of the stream, int64 (stop - start,).
+
+        Raises:
+            IndexError: for places outside the stream.
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens {start} to {stop} of {self.tokens}: 0 <= start <= stop <= {self.tokens} is needed")
+        ids, shard = np.empty(stop - start, np.int64), int(np.searchsorted(self._firsts, start, "right")) - 1
+        place = start
+        while place < stop:
+            first, end = int(self._firsts[shard]), min(stop, int(self._firsts[shard + 1]))
+            ids[place - start : end - start] = self._map(shard)[place - first : end - first]
+            place, shard = end, shard + 1
+        return ids
+
+    def _map(self, shard: int) -> np.ndarray:
+        if shard not in self._maps:
+            file = self.path / self.split / f"{self._shards[shard].name}.bin"
+            self._maps[shard] = np.memmap(file, self.manifest.token_dtype, "r")
+        return self._maps[shard]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the shards, from the folder itself.
+
+        Raises:
+            ValueError: if the file there is another one than the manifest names.
+        """
+        found = load_tokenizer(self.path)
+        self.check_tokenizer(found)
+        return found
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises ValueError unless `tokenizer` is the one that made the shards."""
+        made_with = self.manifest.tokenizer
+        if tokenizer.hash != made_with["hash"]:
+            raise ValueError(
+                f"{self.path} was made with the tokenizer {made_with['name']} (hash {made_with['hash'][:12]}, "
+                f"{made_with['vocab_size']} tokens), not with {tokenizer.name} (hash {tokenizer.hash[:12]}, "
+                f"{tokenizer.vocab_size} tokens); use {self.path}/tokenizer.json, or prepare the data again"
+            )
+
+    def verify(self) -> None:
+        """Read every shard and compare its SHA-256 with the manifest.
+
+        Raises:
+            ValueError: naming the first file that differs.
+        """
+        self.manifest.verify()

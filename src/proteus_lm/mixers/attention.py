@@ -1,0 +1,148 @@
+"""Softmax attention of Transformer++: rotary positions, causal, optionally of the last `window` tokens only. The baseline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from proteus_lm.mixers.base import Mixer, ResidualLinear
+from proteus_lm.mixers.norm import wide
+from proteus_lm.mixers.rotary import rotary_angles, rotate
+from proteus_lm.schedule import ActivationSchedule
+from proteus_lm.sequence import TokenSequence
+
+if TYPE_CHECKING:
+    from proteus_lm.config import ProteusConfig
+
+
+class AttentionState(NamedTuple):
+    """Keys (turned to their positions) and values of the tokens so far, the newest last.
+
+    Args:
+        keys, values: (N, M, H, D). A row with fewer than M tokens behind it has them in its last places; M is `window` with a
+            window, and what the longest row needs without.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+class AttentionMixer(Mixer):
+    """Multi-head attention: y_t = out(sum_j softmax_j(q_t k_j / sqrt D) v_j), j <= t, and t - j < window where there is one."""
+
+    fields = frozenset({"window"})
+
+    def __init__(self, config: ProteusConfig) -> None:
+        super().__init__()
+        self.heads, self.dim, self.window = config.num_heads, config.head_dim, config.window
+        width = self.heads * self.dim
+        self.linear = nn.Linear(config.hidden_size, 3 * width, bias=False)
+        self.out = ResidualLinear(width, config.hidden_size, bias=False)
+
+    @classmethod
+    def validate(cls, config: ProteusConfig) -> None:
+        """Rotary embedding turns pairs of coordinates."""
+        if config.head_dim % 2:
+            raise ValueError(f"head_dim is {config.head_dim}; rotary positions turn pairs of coordinates: use an even head_dim")
+
+    @classmethod
+    def memory_dim(cls, config: ProteusConfig) -> None:
+        """No memory to schedule."""
+
+    @classmethod
+    def parameter_count(cls, config: ProteusConfig) -> int:
+        """Maps of q, k, v and the output."""
+        return 4 * config.hidden_size * config.num_heads * config.head_dim
+
+    @classmethod
+    def flops_per_token(cls, config: ProteusConfig, length: int) -> float:
+        """Maps, and scores and sums over the tokens a query may see (half of them on average, without a window)."""
+        window = min(length, config.window or length)
+        visible = (window * (window + 1) / 2 + (length - window) * window) / length
+        return 2 * cls.parameter_count(config) + 4 * config.num_heads * config.head_dim * visible
+
+    @classmethod
+    def state_size(cls, config: ProteusConfig, length: int) -> int:
+        """Keys and values of every token, or of `window` tokens."""
+        return 2 * (config.window or length) * config.num_heads * config.head_dim
+
+    def init_state(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> AttentionState:
+        """No tokens, or `window` empty places."""
+        empty = torch.zeros(batch, self.window or 0, self.heads, self.dim, device=device, dtype=dtype)
+        return AttentionState(empty, empty)
+
+    def memory_norm(self, state: AttentionState, schedule: ActivationSchedule) -> Tensor:
+        """Zeros: what attention keeps is no memory of fixed size."""
+        return wide(state.keys.new_zeros(len(state.keys), schedule.blocks))
+
+    def put_rows(self, state: AttentionState, rows: Tensor, part: AttentionState) -> AttentionState:
+        """As `Mixer.put_rows`; the shorter side is widened in front."""
+        length = max(state.keys.shape[1], part.keys.shape[1])
+        state, part = (AttentionState(*(_last(x, length) for x in side)) for side in (state, part))
+        return super().put_rows(state, rows, part)
+
+    def forward(
+        self, x: Tensor, sequence: TokenSequence, state: AttentionState | None = None, use_state: bool = False
+    ) -> tuple[Tensor, AttentionState | None]:
+        """As `Mixer.forward`. Packed documents are attended as rows padded on the right, which a causal mask never sees."""
+        q, k, v = self.linear(x).unflatten(-1, (3, self.heads, self.dim)).unbind(2)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        angles = sequence.once(("rotary", self.dim, dtype), lambda: self._angles(sequence, dtype))
+        q, k = rotate(q, angles), rotate(k, angles)
+        packed = sequence.cu_seqlens is not None
+        if packed:
+            q, k, v = (sequence.documents.split(part) for part in (q, k, v))
+        if state is not None:
+            k, v = (torch.cat((old.to(new.dtype), new), 1) for old, new in zip(state, (k, v)))
+        y = self._attend(q, k, v, sequence)
+        if packed:
+            y = sequence.documents.join(y)
+        return self.out(y.flatten(-2)), self._state(k, v, q.shape[1], sequence) if use_state else None
+
+    def _angles(self, sequence: TokenSequence, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = rotary_angles(sequence.positions, self.dim, dtype)[:, :, None]
+        return angles.cos(), angles.sin()
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequence: TokenSequence) -> Tensor:
+        """q (N, L, H, D), k and v (N, past + L, H, D) -> (N, L, H, D)."""
+        past = k.shape[1] - q.shape[1]
+        mask = sequence.once(("visible", past, self.window), lambda: self._visible(past, q.shape[1], sequence))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
+
+    def _visible(self, past: int, length: int, sequence: TokenSequence) -> Tensor | None:
+        """Which keys each query sees, bool (N or 1, 1, length, past + length); None where it is the plain causal rule."""
+        if not past and (self.window is None or self.window >= length):
+            return None
+        key = torch.arange(past + length, device=sequence.device)
+        query = past + torch.arange(length, device=sequence.device)[:, None]
+        mask = key <= query
+        if self.window is not None:
+            mask = mask & (key > query - self.window)
+        mask = mask[None]
+        if past:
+            assert sequence.offset is not None, "a state stands at a position"
+            mask = mask & (key >= past - sequence.offset[:, None, None])
+        return mask[:, None]
+
+    def _state(self, k: Tensor, v: Tensor, length: int, sequence: TokenSequence) -> AttentionState:
+        """Keep the last tokens of every row, each in the last places."""
+        past = k.shape[1] - length
+        if sequence.cu_seqlens is None:
+            width = self.window or k.shape[1]
+            return AttentionState(_last(k, width), _last(v, width))
+        lengths = sequence.documents.lengths
+        behind = lengths if sequence.offset is None else lengths + sequence.offset
+        width = self.window or int(behind.max())
+        places = (past + lengths)[:, None] - width + torch.arange(width, device=k.device)
+        rows = torch.arange(len(k), device=k.device)[:, None]
+        kept = places.clamp(min=0)
+        return AttentionState(k[rows, kept], v[rows, kept])
+
+
+def _last(x: Tensor, width: int) -> Tensor:
+    """The last `width` places of x (N, M, H, D), zeros in front where there are fewer."""
+    return x[:, -width:] if x.shape[1] >= width else pad(x, (0, 0, 0, 0, width - x.shape[1], 0))

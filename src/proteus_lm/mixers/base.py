@@ -1,0 +1,296 @@
+"""What every token mixer is, and the parts that several of them share."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from proteus_lm.activation import Activation
+from proteus_lm.mixers.conv import ConvProjection
+from proteus_lm.mixers.norm import RMSNorm, l2_normalize, wide
+from proteus_lm.schedule import ActivationSchedule
+from proteus_lm.sequence import TokenSequence
+
+if TYPE_CHECKING:
+    from proteus_lm.config import ProteusConfig
+
+
+def map_state(function: Callable[..., Tensor], *states: Any) -> Any:
+    """`function` over the tensors of states of one structure: nested (named) tuples of tensors, one row a sequence."""
+    if isinstance(states[0], Tensor):
+        return function(*states)
+    parts = [map_state(function, *part) for part in zip(*states)]
+    return type(states[0])(*parts) if hasattr(states[0], "_fields") else tuple(parts)
+
+
+def set_parameter(parameter: Tensor, value: Tensor) -> None:
+    """Write an initial value, unless transformers has just loaded the parameter from a file (its own initialisers do the same)."""
+    if not getattr(parameter, "_is_hf_initialized", False):
+        parameter.data.copy_(value)
+
+
+class GateProjection(nn.Linear):
+    """A linear map for gates: computed in fp32 or wider whatever the autocast, and returned so; not decayed.
+
+    `start` is what a sigmoid of it gives at initialisation; without it there is no bias.
+    """
+
+    no_decay = ("weight", "bias")
+
+    def __init__(self, hidden: int, out: int, start: float | None = None) -> None:
+        super().__init__(hidden, out, bias=start is not None)
+        self.start = start
+
+    def init_weights(self) -> None:
+        """Bias so that the gate starts at `start`."""
+        if self.start is not None:
+            nn.init.constant_(self.bias, math.log(self.start / (1 - self.start)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, T, hidden) -> (B, T, out), fp32 or wider."""
+        with torch.autocast(input.device.type, enabled=False):
+            x, weight = wide(input), wide(self.weight)
+            return linear(x, weight, None if self.bias is None else wide(self.bias))
+
+
+class GatedOutput(nn.Module):
+    """Per-head RMSNorm of what the memory returned, a gate from the input, and the map back to the model's width."""
+
+    def __init__(self, hidden: int, heads: int, dim: int, eps: float, gate: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.activation = RMSNorm(dim, eps), gate
+        self.gate = nn.Linear(hidden, heads * dim, bias=False)
+        self.out = ResidualLinear(heads * dim, hidden, bias=False)
+
+    @staticmethod
+    def parameter_count(hidden: int, heads: int, dim: int) -> int:
+        """Parameters: gate, map and the norm shared by heads."""
+        return 2 * hidden * heads * dim + dim
+
+    @staticmethod
+    def flops(hidden: int, heads: int, dim: int) -> int:
+        """Floating-point operations for a token."""
+        return 4 * hidden * heads * dim
+
+    def forward(self, read: Tensor, x: Tensor) -> Tensor:
+        """read (B, T, heads, dim), x (B, T, hidden) -> (B, T, hidden)."""
+        gate = self.activation(self.gate(x))
+        return self.out((self.norm(read).flatten(-2) * gate).to(gate.dtype))
+
+
+class ResidualLinear(nn.Linear):
+    """The last map of a residual branch: initialised smaller, by 1 / sqrt(2 layers)."""
+
+
+def mean_open(schedule: ActivationSchedule, dim: int, length: int, power: int = 1) -> float:
+    """Mean over the first `length` positions of (open coordinates / dim) ** power."""
+    return sum((b - a) * n**power for a, b, n in schedule.segments(dim, 0, length)) / (length * dim**power)
+
+
+def block_norms(energy: Tensor, schedule: ActivationSchedule) -> Tensor:
+    """Square root of the sum over each block of energy (N, dim) -> (N, E)."""
+    parts = [energy[:, a:b].sum(1) for a, b in schedule.block_bounds(energy.shape[1])]
+    return torch.stack(parts, 1).sqrt()
+
+
+class Mixer(nn.Module, ABC):
+    """A token mixer: how a layer carries information from earlier tokens to later ones.
+
+    A state is a NamedTuple of tensors, first dimension N (one row a sequence or document). A mixer never changes a state in place.
+    """
+
+    fields: ClassVar[frozenset[str]]
+    """Configuration fields that this mixer reads and others need not; setting one that the chosen mixer lacks raises."""
+
+    @classmethod
+    def validate(cls, config: ProteusConfig) -> None:
+        """Raise ValueError for values that this mixer cannot have together."""
+
+    @classmethod
+    @abstractmethod
+    def memory_dim(cls, config: ProteusConfig) -> int | None:
+        """Coordinates of the dimension whose blocks the schedule opens; None without a memory."""
+
+    @classmethod
+    @abstractmethod
+    def parameter_count(cls, config: ProteusConfig) -> int:
+        """Parameters of one layer's mixer."""
+
+    @classmethod
+    @abstractmethod
+    def flops_per_token(cls, config: ProteusConfig, length: int) -> float:
+        """Floating-point operations of one layer's mixer, forward, a token, mean over a document of `length` tokens.
+
+        A multiplication with its addition counts two; normalisations and activations are left out.
+        """
+
+    @classmethod
+    @abstractmethod
+    def state_size(cls, config: ProteusConfig, length: int) -> int:
+        """Numbers in the state of one sequence after `length` tokens."""
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor, sequence: TokenSequence, state: Any = None, use_state: bool = False
+    ) -> tuple[Tensor, Any]:
+        """Mix tokens.
+
+        Args:
+            x: (B, T, hidden); B = 1 when packed.
+            sequence: what stands where.
+            state: after the tokens before these, None at the start of every row.
+            use_state: give the state after these tokens.
+
+        Returns:
+            y (B, T, hidden), and the state, None unless `use_state`.
+        """
+
+    @abstractmethod
+    def init_state(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> Any:
+        """The state before the first token, of `batch` rows; `dtype` is that of the layer's inputs."""
+
+    @abstractmethod
+    def memory_norm(self, state: Any, schedule: ActivationSchedule) -> Tensor:
+        """Frobenius norm, by block, of what the memory holds beyond its initial value: (N, E), fp32 or wider."""
+
+    def put_rows(self, state: Any, rows: Tensor, part: Any) -> Any:
+        """`state` with `part` in its rows `rows` (int64); a new state."""
+        return map_state(lambda old, new: old.to(new.dtype).index_copy(0, rows, new), state, part)
+
+
+class MatrixState(NamedTuple):
+    """State of a mixer whose memory is a matrix.
+
+    Args:
+        conv: (N, conv_size - 1, channels), the last inputs of the short convolution, in the layer's type.
+        matrix: (N, H, K, V), fp32 or wider.
+    """
+
+    conv: Tensor
+    matrix: Tensor
+
+
+class MatrixMixer(Mixer):
+    """A mixer with a matrix memory (spec/linear.md 1): convolved q, k, v; a rule of `proteus_lm.ops`; norm, gate, output map.
+
+    A subclass names its rule, that rule's decoding step, and makes their arguments in `arguments`.
+    """
+
+    fields = frozenset({"conv_size", "value_expansion", "memory_blocks", "memory_axis", "norm_order"})
+    rule: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]]
+    step: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
+    chunk = 64
+    """Tokens in a chunk of the rule; only the count of operations reads it."""
+    gate: ClassVar[Callable[[Tensor], Tensor]] = silu
+
+    def __init__(self, config: ProteusConfig) -> None:
+        super().__init__()
+        hidden, heads, keys, values = self._sizes(config)
+        self.axis, self._mask_first = config.memory_axis, config.norm_order == "mask_then_norm"
+        self.projection = ConvProjection(hidden, heads, (keys, keys, values), config.conv_size)
+        self.output = GatedOutput(hidden, heads, values, config.norm_eps, type(self).gate)
+        self._memory_dim = self.memory_dim(config)
+
+    @abstractmethod
+    def arguments(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, activation: Activation | None
+    ) -> tuple[Tensor, ...]:
+        """The rule's tensors in its own order, from x (B, T, hidden) and q, k (B, T, H, K), v (B, T, H, V) after the convolution."""
+
+    def unit(self, x: Tensor, activation: Activation | None) -> Tensor:
+        """Keys or queries (B, T, H, K) at unit length; with `norm_order` mask_then_norm of their open coordinates alone."""
+        if self._mask_first and activation is not None:
+            x = torch.where(activation.mask()[:, :, None], x, x.new_zeros(()))
+        return l2_normalize(x)
+
+    @classmethod
+    def validate(cls, config: ProteusConfig) -> None:
+        """Masking before the norm has a meaning for key rows only."""
+        if config.norm_order != "norm_then_mask" and config.memory_axis != "key":
+            raise ValueError(
+                f"norm_order is {config.norm_order!r} with memory_axis {config.memory_axis!r}: only keys and queries are normalised; "
+                "use memory_axis 'key', or leave norm_order at 'norm_then_mask'"
+            )
+
+    @staticmethod
+    def _sizes(config: ProteusConfig) -> tuple[int, int, int, int]:
+        return config.hidden_size, config.num_heads, config.head_dim, config.head_dim * config.value_expansion
+
+    @classmethod
+    def memory_dim(cls, config: ProteusConfig) -> int:
+        """Key rows, or value columns with `memory_axis` "value"."""
+        return cls._sizes(config)[2 if config.memory_axis == "key" else 3]
+
+    @classmethod
+    def gate_count(cls, config: ProteusConfig) -> tuple[int, int]:
+        """(weights of the gates' linear maps, other parameters) beyond projections and output."""
+        raise NotImplementedError
+
+    @classmethod
+    def parameter_count(cls, config: ProteusConfig) -> int:
+        """Projections with their convolution, gates, output."""
+        hidden, heads, keys, values = cls._sizes(config)
+        projection = ConvProjection.parameter_count(hidden, heads, (keys, keys, values), config.conv_size)
+        return projection + sum(cls.gate_count(config)) + GatedOutput.parameter_count(hidden, heads, values)
+
+    @classmethod
+    @abstractmethod
+    def memory_flops(cls, keys: float, values: float) -> float:
+        """Floating-point operations of the rule for a token and head with so many open key rows and value columns."""
+
+    @classmethod
+    def flops_per_token(cls, config: ProteusConfig, length: int) -> float:
+        """Dense maps, and the rule on the open part of the memory."""
+        hidden, heads, keys, values = cls._sizes(config)
+        share = mean_open(config.schedule, cls.memory_dim(config), length)
+        opened = (keys * share, values) if config.memory_axis == "key" else (keys, values * share)
+        dense = ConvProjection.flops(hidden, heads, (keys, keys, values), config.conv_size)
+        dense += 2 * cls.gate_count(config)[0] + GatedOutput.flops(hidden, heads, values)
+        return dense + heads * cls.memory_flops(*opened)
+
+    @classmethod
+    def state_size(cls, config: ProteusConfig, length: int) -> int:
+        """The matrices and the convolution's inputs, whatever the length."""
+        _, heads, keys, values = cls._sizes(config)
+        return heads * (keys * values + (config.conv_size - 1) * (2 * keys + values))
+
+    def init_state(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> MatrixState:
+        """Zeros."""
+        keys, _, values = self.projection.widths
+        shape = (batch, self.projection.heads, keys, values)
+        matrix = torch.zeros(shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        return MatrixState(self.projection.init_state(batch, device, dtype), matrix)
+
+    def memory_norm(self, state: MatrixState, schedule: ActivationSchedule) -> Tensor:
+        """Norm of the matrix over all heads, by block of rows or columns."""
+        energy = state.matrix.square().sum((1, 3) if self.axis == "key" else (1, 2))
+        return block_norms(energy, schedule)
+
+    def forward(
+        self, x: Tensor, sequence: TokenSequence, state: MatrixState | None = None, use_state: bool = False
+    ) -> tuple[Tensor, MatrixState | None]:
+        """As `Mixer.forward`; one token behind a state runs the decoding step."""
+        (q, k, v), conv = self.projection(x, sequence, None if state is None else state.conv)
+        activation = sequence.activation(self._memory_dim)
+        inputs = self.arguments(x, q, k, v, activation)
+        if state is not None and sequence.is_step:
+            active = sequence.active(self._memory_dim)
+            now = (tensor[:, 0] for tensor in inputs)
+            read, matrix = type(self).step(*now, state.matrix, active=active, axis=self.axis)
+            read = read[:, None]
+        else:
+            read, matrix = type(self).rule(
+                *inputs,
+                activation=activation,
+                axis=self.axis,
+                initial_state=None if state is None else state.matrix,
+                cu_seqlens=sequence.cu_seqlens,
+                output_final_state=use_state,
+            )
+        return self.output(read, x), MatrixState(conv, matrix) if use_state and matrix is not None else None

@@ -1,0 +1,82 @@
+"""Short causal depthwise convolution with SiLU, as one line of shifted products.
+
+A sum of `size` products rather than a library convolution: its result for a token does not depend on the length or the batch,
+packed documents need no other code, and `torch.compile` fuses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu
+
+from proteus_lm.sequence import TokenSequence
+
+
+class ShortConvolution(nn.Module):
+    """y_t = SiLU(sum_{j < size} w_j x_{t-j}) for each channel, nothing before a document's first token.
+
+    The state is the last size - 1 inputs, (N, size - 1, C), oldest first.
+    """
+
+    def __init__(self, channels: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, size))
+
+    def init_weights(self) -> None:
+        """Uniform within 1 / sqrt(size), as torch initialises a depthwise convolution."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, sequence: TokenSequence, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (B, T, C) -> y (B, T, C) and the state after it (N, size - 1, C); x packed as `sequence` says."""
+        past = self.weight.shape[1] - 1
+        state = None if state is None else state.to(x.dtype)
+        gaps = sequence.gaps(past) if sequence.cu_seqlens is not None else None
+        if gaps is not None:
+            row = x.new_zeros(gaps.length, x.shape[-1]).index_copy(0, gaps.tokens, x[0])
+            if state is not None:
+                row = row.index_copy(0, gaps.free.flatten(), state.flatten(0, 1))
+            row = row[None]
+        else:
+            row = pad(x, (0, 0, past, 0)) if state is None else torch.cat((state, x), 1)
+        length = row.shape[1] - past
+        weight = self.weight.to(x.dtype)
+        y = sum((row[:, j : j + length] * weight[:, j] for j in range(1, past + 1)), row[:, :length] * weight[:, 0])
+        if gaps is None:
+            return silu(y), row[:, length:]
+        return silu(y[:, gaps.tokens - past]), row[0][gaps.last]
+
+
+class ConvProjection(nn.Module):
+    """Linear map, short convolution and SiLU, cut into heads: x (B, T, hidden) -> tensors (B, T, heads, width)."""
+
+    def __init__(self, hidden: int, heads: int, widths: Sequence[int], size: int) -> None:
+        super().__init__()
+        self.heads, self.widths = heads, list(widths)
+        self.linear = nn.Linear(hidden, heads * sum(widths), bias=False)
+        self.conv = ShortConvolution(heads * sum(widths), size)
+
+    @staticmethod
+    def parameter_count(hidden: int, heads: int, widths: Sequence[int], size: int) -> int:
+        """Parameters: the map and the taps."""
+        return heads * sum(widths) * (hidden + size)
+
+    @staticmethod
+    def flops(hidden: int, heads: int, widths: Sequence[int], size: int) -> int:
+        """Floating-point operations for a token (a multiplication with its addition counts two)."""
+        return 2 * ConvProjection.parameter_count(hidden, heads, widths, size)
+
+    def init_state(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """The convolution's state before the first token, zeros (batch, size - 1, channels)."""
+        channels, size = self.conv.weight.shape
+        return torch.zeros(batch, size - 1, channels, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, sequence: TokenSequence, state: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """x (B, T, hidden) -> one tensor (B, T, heads, width) a width, and the convolution's state."""
+        y, state = self.conv(self.linear(x), sequence, state)
+        parts = y.split([self.heads * width for width in self.widths], -1)
+        return [part.unflatten(-1, (self.heads, -1)) for part in parts], state

@@ -1,0 +1,200 @@
+"""Titans' neural memory as a token mixer (LMM; spec/deep.md 1.1 - 1.4): a small MLP a head, trained while it reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from proteus_lm.mixers._rules import titans_memory, titans_step, titans_weights
+from proteus_lm.mixers.base import GatedOutput, GateProjection, Mixer, block_norms, mean_open
+from proteus_lm.mixers.conv import ConvProjection
+from proteus_lm.mixers.norm import l2_normalize
+from proteus_lm.ops.state import TitansState
+from proteus_lm.schedule import ActivationSchedule
+from proteus_lm.sequence import TokenSequence
+
+if TYPE_CHECKING:
+    from proteus_lm.config import ProteusConfig
+
+STEP, FORGETTING, MOMENTUM = 0.5, 0.01, 0.9
+"""What the gates of theta, alpha and eta give at the start (spec/deep.md 1.2): a plain sigmoid(0) for alpha would forget in two tokens."""
+LAST_LAYER = 0.5
+"""Scale of the last matrix of the initial memory, so that its first answers are small beside unit targets."""
+
+
+class TitansMixerState(NamedTuple):
+    """State of the Titans mixer.
+
+    Args:
+        conv: (N, conv_size - 1, channels), the last inputs of the short convolution, in the layer's type.
+        memory: weights, momentum and open chunk, see `ops.state.TitansState`.
+    """
+
+    conv: Tensor
+    memory: TitansState
+
+
+class TitansMixer(Mixer):
+    """S_t = eta_t S_{t-1} - theta_t grad ||M(k_t) - v_t||^2 / 2;  M_t = (1 - alpha_t) M_{t-1} + S_t;  y = out(RMSNorm(M(q)) * silu(gate)).
+
+    q, k and v have unit length: a step is then safe for theta * chunk / (1 - eta) up to about 1 (spec/deep.md 6), which the form
+    theta = theta_scale / chunk * (1 - eta) * sigmoid(.) keeps to `theta_scale`.
+    """
+
+    fields = frozenset(
+        {"conv_size", "memory_blocks", "memory_depth", "memory_expansion", "memory_activation", "chunk_size", "read"}
+        | {"use_momentum", "use_forgetting", "theta_scale"}
+    )
+
+    def __init__(self, config: ProteusConfig) -> None:
+        super().__init__()
+        hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+        self.chunk, self.read, self.function = config.chunk_size, config.read, config.memory_activation
+        self.use_momentum, self.use_forgetting, self.scale = config.use_momentum, config.use_forgetting, config.theta_scale
+        self.projection = ConvProjection(hidden, heads, (dim, dim, dim), config.conv_size)
+        self.theta = GateProjection(hidden, heads, STEP)
+        self.alpha = GateProjection(hidden, heads, FORGETTING) if config.use_forgetting else None
+        self.eta = GateProjection(hidden, heads, MOMENTUM) if config.use_momentum else None
+        sizes = self._layer_sizes(config)
+        self.no_decay = tuple(f"W{i + 1}" for i in range(len(sizes)))
+        for name, (i, o) in zip(self.no_decay, sizes):
+            self.register_parameter(name, nn.Parameter(torch.empty(heads, i, o)))
+        self.output = GatedOutput(hidden, heads, dim, config.norm_eps, silu)
+        self.units = self.memory_dim(config)
+
+    @property
+    def initial(self) -> tuple[Tensor, ...]:
+        """The learned initial memory W1 .. WL, each (H, in, out)."""
+        return tuple(getattr(self, name) for name in self.no_decay)
+
+    def init_weights(self) -> None:
+        """Initial memory normal with variance 1 / inputs, its last matrix smaller, never zero."""
+        for weight in self.initial:
+            scale = LAST_LAYER if weight is self.initial[-1] else 1.0
+            nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
+
+    @classmethod
+    def validate(cls, config: ProteusConfig) -> None:
+        """Settings of hidden layers need one; a step size above 1 would overshoot the target."""
+        if config.theta_scale > config.chunk_size:
+            raise ValueError(
+                f"theta_scale is {config.theta_scale} with chunk_size {config.chunk_size}: a token's step theta_scale / chunk_size "
+                "must not exceed 1; use a theta_scale of at most the chunk size (1 is safe)"
+            )
+        for name in ("memory_expansion", "memory_activation"):
+            if config.memory_depth == 1 and getattr(config, name) != config.default(name):
+                raise ValueError(
+                    f"{name} is {getattr(config, name)!r} with memory_depth 1: a memory of one matrix has no hidden layer; "
+                    f"leave {name} at {config.default(name)!r} or use a memory_depth of 2 or more"
+                )
+
+    @staticmethod
+    def _layer_sizes(config: ProteusConfig) -> list[tuple[int, int]]:
+        dim = config.head_dim
+        widths = [dim, *[dim * config.memory_expansion] * (config.memory_depth - 1), dim]
+        return list(zip(widths, widths[1:]))
+
+    @classmethod
+    def memory_dim(cls, config: ProteusConfig) -> int:
+        """Hidden units of the memory, or key rows with one matrix."""
+        return config.head_dim * (config.memory_expansion if config.memory_depth > 1 else 1)
+
+    @classmethod
+    def _gates(cls, config: ProteusConfig) -> int:
+        return config.num_heads * (1 + config.use_forgetting + config.use_momentum)
+
+    @classmethod
+    def parameter_count(cls, config: ProteusConfig) -> int:
+        """Projections with their convolution, gates with bias, initial memory, output."""
+        hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+        memory = heads * sum(i * o for i, o in cls._layer_sizes(config))
+        projection = ConvProjection.parameter_count(hidden, heads, (dim, dim, dim), config.conv_size)
+        return projection + cls._gates(config) * (hidden + 1) + memory + GatedOutput.parameter_count(hidden, heads, dim)
+
+    @classmethod
+    def flops_per_token(cls, config: ProteusConfig, length: int) -> float:
+        """Dense maps, and the exact dual form on the open units (spec/deep.md 2.5: 22 dh + 4b(d + h) a head with two layers)."""
+        hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+        sizes, momentum = cls._layer_sizes(config), config.use_momentum
+        share = mean_open(config.schedule, cls.memory_dim(config), length)
+        square = mean_open(config.schedule, cls.memory_dim(config), length, power=2)
+        memory = 0.0
+        for i, (rows, columns) in enumerate(sizes):
+            rows_gated, columns_gated = i > 0 or len(sizes) == 1, i < len(sizes) - 1
+            entries = rows * columns * (square if rows_gated and columns_gated else share)
+            # write: forward, and backward to the layer below; read, and chunk end: the weights, and the momentum where there is one
+            memory += entries * (2 + 2 * (i > 0) + (8 if momentum else 4))
+            memory += 2 * config.chunk_size * (rows * (share if rows_gated else 1) + columns * (share if columns_gated else 1))
+        dense = ConvProjection.flops(hidden, heads, (dim, dim, dim), config.conv_size)
+        dense += 2 * hidden * cls._gates(config) + GatedOutput.flops(hidden, heads, dim)
+        return dense + heads * memory
+
+    @classmethod
+    def state_size(cls, config: ProteusConfig, length: int) -> int:
+        """Weights and momentum, the open chunk's slots, the convolution's inputs and the position, whatever the length."""
+        heads, dim, chunk = config.num_heads, config.head_dim, config.chunk_size
+        memory = 2 * heads * sum(i * o for i, o in cls._layer_sizes(config))
+        return memory + chunk * (heads * (2 * dim + 3) + 1) + 1 + (config.conv_size - 1) * 3 * heads * dim
+
+    def init_state(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> TitansMixerState:
+        """The learned initial memory for every row, no momentum, an empty open chunk."""
+        wide = torch.promote_types(dtype, torch.float32)
+        weights = tuple(w.to(wide).expand(batch, *w.shape) for w in self.initial)
+        heads, dim = self.projection.heads, self.projection.widths[0]
+        vectors = torch.zeros(batch, self.chunk, heads, dim, device=device, dtype=wide)
+        gates = torch.zeros(batch, self.chunk, heads, device=device, dtype=wide)
+        slots = torch.zeros(batch, self.chunk, device=device, dtype=torch.int64)
+        momentum = tuple(torch.zeros_like(w) for w in weights)
+        memory = TitansState(weights, momentum, vectors, vectors, gates, gates, gates, slots, slots.new_zeros(batch))
+        return TitansMixerState(self.projection.init_state(batch, device, dtype), memory)
+
+    def memory_norm(self, state: TitansMixerState, schedule: ActivationSchedule) -> Tensor:
+        """Norm of W_t - W_0 over all matrices and heads, by block of hidden units (an inner entry belongs to its later unit's block)."""
+        weights, _ = titans_weights(state.memory, memory_activation=self.function)
+        energies = [(w - w0).square().sum(1) for w, w0 in zip(weights, self.initial)]
+        if len(energies) == 1:
+            return block_norms(energies[0].sum(2), schedule)
+        total = energies[0].sum(1) + energies[-1].sum(2)
+        for inner in energies[1:-1]:
+            total = total + inner.tril().sum(2) + inner.triu(1).sum(1)
+        return block_norms(total, schedule)
+
+    def _step_sizes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """theta, alpha, eta (B, T, H), fp32 or wider."""
+        z = self.theta(x)
+        theta = self.scale / self.chunk * torch.sigmoid(z)
+        alpha = torch.zeros_like(z) if self.alpha is None else torch.sigmoid(self.alpha(x))
+        if self.eta is None:
+            return theta, alpha, torch.zeros_like(z)
+        momentum = self.eta(x)
+        return theta * torch.sigmoid(-momentum), alpha, torch.sigmoid(momentum)
+
+    def forward(
+        self, x: Tensor, sequence: TokenSequence, state: TitansMixerState | None = None, use_state: bool = False
+    ) -> tuple[Tensor, TitansMixerState | None]:
+        """As `Mixer.forward`; one token behind a state runs the decoding step."""
+        parts, conv = self.projection(x, sequence, None if state is None else state.conv)
+        inputs = (*(l2_normalize(part) for part in parts), *self._step_sizes(x))
+        if state is not None and sequence.is_step:
+            now = (tensor[:, 0] for tensor in inputs)
+            active = sequence.active(self.units)
+            read, memory = titans_step(
+                *now, state.memory, active=active, read=self.read, memory_activation=self.function
+            )
+            read = read[:, None]
+        else:
+            read, memory = titans_memory(
+                *inputs,
+                self.initial,
+                chunk=self.chunk,
+                read=self.read,
+                memory_activation=self.function,
+                activation=sequence.activation(self.units),
+                initial_state=None if state is None else state.memory,
+                cu_seqlens=sequence.cu_seqlens,
+                output_final_state=use_state,
+            )
+        return self.output(read, x), TitansMixerState(conv, memory) if use_state and memory is not None else None

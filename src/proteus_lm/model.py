@@ -1,0 +1,326 @@
+"""One backbone for every mixer: embedding, n x (norm, mixer; norm, SwiGLU MLP), norm, head. A transformers model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, silu
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from proteus_lm.cache import ProteusCache
+from proteus_lm.config import ProteusConfig
+from proteus_lm.mixers.base import ResidualLinear, map_state
+from proteus_lm.mixers.norm import RMSNorm, wide
+from proteus_lm.ops.rows import check_packed
+from proteus_lm.sequence import TokenSequence, Unpadding
+
+INIT_STD = 0.02
+IGNORED = -100
+# transformers 5.2x renames `past_key_values` to `cache`; both names are taken, and the one it knows is given back.
+CACHE_NAME = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), (..., hidden) -> (..., hidden)."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, inner, bias=False)
+        self.up = nn.Linear(hidden, inner, bias=False)
+        self.down = ResidualLinear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) -> (..., hidden)."""
+        return self.down(silu(self.gate(x)) * self.up(x))
+
+
+class Block(GradientCheckpointingLayer):
+    """One layer: x + mixer(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, config: ProteusConfig) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = config.mixer_class(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, sequence: TokenSequence, state: Any = None, use_state: bool = False) -> tuple[Tensor, Any]:
+        """As `Mixer.forward`."""
+        mixed, state = self.mixer(self.mixer_norm(x), sequence, state, use_state)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal language model as `ProteusConfig` describes it; `proteus_lm` registers it with transformers' Auto classes."""
+
+    config_class = ProteusConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}  # noqa: RUF012 - transformers' own convention
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _is_stateful = True
+    _supports_sdpa = True
+
+    def __init__(self, config: ProteusConfig) -> None:
+        super().__init__(config)
+        config.check()
+        self.schedule = config.schedule
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+        self.mark_no_decay()
+
+    # Parameters.
+
+    def mark_no_decay(self) -> None:
+        """Set `_no_weight_decay` on gates, norms, biases, embeddings and learned initial memories, as their modules declare.
+
+        Anything that replaces parameters (`to_empty`, sharding) drops the marks: call this again.
+        """
+        for module in self.modules():
+            named = ("weight",) if isinstance(module, nn.Embedding) else getattr(module, "no_decay", ())
+            for value in (getattr(module, name) for name in named):
+                if value is not None:
+                    value._no_weight_decay = True
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers; the marks of `mark_no_decay` are set on the parameters it puts in place."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.mark_no_decay()
+        return loaded
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give every parameter its initial value, from the global random state: for a model made on the meta device and emptied."""
+        self.tie_weights()
+        self.apply(self._init_weights)
+        self.mark_no_decay()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            residual = isinstance(module, ResidualLinear)
+            nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(2 * self.config.num_hidden_layers) if residual else INIT_STD)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        if module is not self and hasattr(module, "init_weights"):
+            module.init_weights()
+
+    @staticmethod
+    def parameter_count(config: ProteusConfig) -> int:
+        """Parameters of a model of this configuration, without making it."""
+        hidden = config.hidden_size
+        layer = config.mixer_class.parameter_count(config) + 3 * hidden * config.intermediate_size + 2 * hidden
+        tables = 1 if config.tie_word_embeddings else 2
+        return config.num_hidden_layers * layer + tables * config.vocab_size * hidden + hidden
+
+    @staticmethod
+    def flops_per_token(config: ProteusConfig, length: int) -> float:
+        """Floating-point operations of a forward, a token, mean over a document of `length` tokens; training takes about three times.
+
+        A multiplication with its addition counts two; norms and elementwise functions are left out.
+        """
+        layer = config.mixer_class.flops_per_token(config, length) + 6 * config.hidden_size * config.intermediate_size
+        return config.num_hidden_layers * layer + 2 * config.hidden_size * config.vocab_size
+
+    # Memory.
+
+    @torch.no_grad()
+    def memory_norms(self, cache: ProteusCache) -> Tensor:
+        """Frobenius norm by block of what each layer's memory holds beyond its initial value: (layers, N, E); zeros without memory.
+
+        Raises:
+            ValueError: for a cache that no forward has filled.
+        """
+        if cache.states is None:
+            raise ValueError("the cache is empty; run the model with use_cache=True first")
+        return torch.stack([layer.mixer.memory_norm(s, self.schedule) for layer, s in zip(self.layers, cache.states)])
+
+    # Forward.
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: ProteusCache | None = None,
+        use_cache: bool | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cache: ProteusCache | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits, and the mean loss over the labels.
+
+        Args:
+            input_ids: int64 (B, T), or `inputs_embeds` (B, T, hidden) in their place.
+            attention_mask: (B, T), or (B, past + T) with a cache, of which the last T columns count: 0 for tokens that are not there,
+                anywhere in a row. They are taken out before the layers: they are not read, written, decayed or counted. Their logits
+                are those of a zero vector.
+            past_key_values: the cache of the tokens before these, updated; its newer name `cache` is taken too.
+            use_cache: return a cache; None is: where one was given, else as the configuration says outside training.
+            labels: int64 (B, T), usually input_ids: a token's logits are scored on the next token of its document. -100, masked
+                tokens and the first token of a document are not scored. The loss is 0 where nothing is.
+            cu_seqlens: int (N + 1,), boundaries of documents packed in one row (B = 1); position and memory start anew at each. A
+                cache returned with it has one row a document.
+            logits_to_keep: logits of the last so many columns only; 0 for all.
+            output_hidden_states: also give the embeddings and each layer's output, (B, T, hidden) each.
+            return_dict: False for a plain tuple.
+
+        Raises:
+            ValueError: for inputs that do not fit together.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of the two")
+        if past_key_values is not None and cache is not None:
+            raise ValueError("past_key_values and cache are two names of one argument; give one of them")
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        past = past_key_values if past_key_values is not None else cache
+        use_cache = (past is not None or (self.config.use_cache and not self.training)) if use_cache is None else use_cache
+        self._check(tokens, attention_mask, past, labels, cu_seqlens, logits_to_keep)
+        mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
+        unpadding = None if mask is None else Unpadding(mask)
+
+        x = tokens if unpadding is None else unpadding.take(tokens)
+        x = self.embed_tokens(x) if inputs_embeds is None else x
+        hidden, states, position = self._run(x, past, use_cache, cu_seqlens, unpadding)
+        last = hidden[-1] if unpadding is None else unpadding.put(hidden[-1])
+        logits = self.lm_head(last[:, -logits_to_keep:])
+        loss = None if labels is None else _loss(logits, labels, cu_seqlens, unpadding)
+        if use_cache:
+            past = ProteusCache() if past is None else past
+            past.states, past.position, past.seen = states, position, past.seen + tokens.shape[1]
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        out = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=tuple(h if unpadding is None else unpadding.put(h) for h in hidden) if output_hidden_states else None,
+            **{CACHE_NAME: past if use_cache else None},
+        )
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return out if as_dict else out.to_tuple()
+
+    def _check(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        past: ProteusCache | None,
+        labels: Tensor | None,
+        cu_seqlens: Tensor | None,
+        logits_to_keep: int,
+    ) -> None:
+        """Raise ValueError for inputs that do not fit together."""
+        batch, length = tokens.shape[:2]
+        if not length or not batch:
+            raise ValueError(f"the input has shape {tuple(tokens.shape)}: no tokens; give at least one a row (a prompt may not be empty)")
+        seen = 0
+        if past is not None:
+            if not isinstance(past, ProteusCache):
+                raise ValueError(f"the cache is a {type(past).__name__}; these models take a proteus_lm.ProteusCache, or None at the start")
+            seen = past.seen
+            if not past.is_empty and past.batch_size != batch:
+                raise ValueError(
+                    f"the cache has {past.batch_size} rows and the input {batch}; repeat the cache's rows (batch_repeat_interleave) or "
+                    "choose among them (reorder)"
+                )
+        if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (length, seen + length)):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; it must be ({batch}, {length}) for the new tokens"
+                + (f", or ({batch}, {seen + length}) for past and new" if seen else "")
+            )
+        if labels is not None and labels.shape != tokens.shape[:2]:
+            raise ValueError(f"labels have shape {tuple(labels.shape)}; they must have that of the tokens, ({batch}, {length})")
+        if labels is not None and logits_to_keep:
+            raise ValueError(f"logits_to_keep is {logits_to_keep} with labels: a loss needs all logits; leave it at 0")
+        if cu_seqlens is not None:
+            check_packed(batch, cu_seqlens)
+            if mask is not None:
+                raise ValueError("attention_mask and cu_seqlens together; pack the tokens that count and give cu_seqlens alone")
+            if seen:
+                raise ValueError("cu_seqlens with a cache that holds tokens: packed documents start anew; give one of them")
+            if self.config.positions == "window":
+                raise ValueError(
+                    "cu_seqlens with positions 'window', where position and memory run through the whole window; leave cu_seqlens out, or "
+                    "use positions 'document'"
+                )
+
+    def _run(
+        self, x: Tensor, past: ProteusCache | None, use_cache: bool, cu_seqlens: Tensor | None, unpadding: Unpadding | None
+    ) -> tuple[list[Tensor], list[Any], Tensor]:
+        """The layers and the last norm on tokens that all count.
+
+        Returns:
+            The embeddings, each layer's output and, in place of the last one, its norm; states and position of every row after them.
+        """
+        given = past.states if past is not None else None
+        position = past.position if past is not None else None
+        rows = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        lengths: Tensor | int = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().long()
+        kept = None
+        if unpadding is not None:
+            rows, cu_seqlens, lengths, kept = unpadding.count, unpadding.cu_seqlens, unpadding.lengths, unpadding.rows
+        sequence = TokenSequence(
+            self.schedule,
+            rows,
+            x.shape[1],
+            offset=position if kept is None or position is None else position[kept],
+            cu_seqlens=cu_seqlens,
+            device=x.device,
+        )
+        if cu_seqlens is not None and not torch.compiler.is_compiling():
+            _ = sequence.documents  # raises for boundaries that do not fit
+        hidden, states = [x], []
+        for i, layer in enumerate(self.layers):
+            state = None if given is None else given[i]
+            if kept is not None:
+                whole = state
+                if whole is None and use_cache:
+                    whole = layer.mixer.init_state(len(unpadding.lengths), x.device, x.dtype)
+                state = None if state is None else map_state(lambda s: s.index_select(0, kept), state)
+                x, part = layer(x, sequence, state, use_cache) if rows else (x, state)
+                states.append(layer.mixer.put_rows(whole, kept, part) if part is not None else whole)
+            else:
+                x, state = layer(x, sequence, state, use_cache)
+                states.append(state)
+            hidden.append(x)
+        hidden[-1] = self.norm(x)
+        start = torch.zeros(rows if unpadding is None else len(unpadding.lengths), dtype=torch.int64, device=x.device)
+        return hidden, states, (start if position is None else position) + lengths
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """`generate` starts with an empty ProteusCache, whatever arguments its release hands on here."""
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation is {generation_config.cache_implementation!r}; these models have one kind of cache: leave it out"
+            )
+        if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE_NAME] = ProteusCache()
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None, unpadding: Unpadding | None) -> Tensor:
+    """Mean over the scored tokens of -log p(next token), in fp32 or wider; 0 where nothing is scored."""
+    packed = labels if unpadding is None else unpadding.take(labels)
+    cu_seqlens = cu_seqlens if unpadding is None else unpadding.cu_seqlens
+    targets = torch.full_like(packed, IGNORED)
+    targets[:, :-1] = packed[:, 1:]
+    if cu_seqlens is not None:
+        targets[:, cu_seqlens[1:].long() - 1] = IGNORED
+    if unpadding is not None:
+        targets = unpadding.put(targets, IGNORED)
+    total = cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (targets != IGNORED).sum().clamp(min=1)

@@ -1,0 +1,335 @@
+"""One chunk of an MLP memory in its exact dual form, forward and backward (spec/deep.md 2.1-2.4 and 3.4), for any depth.
+
+Gradients of a chunk's tokens are taken at the weights of the chunk's start; decay, momentum and reads stay exact per token, and no
+token's weights are ever built. U = rows times heads, b = tokens of the chunk; layer l maps `in` to `out` coordinates, and W, S are
+its weights and momentum at the chunk's start, both (U, in, out), cut to the coordinates that are open to some token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from proteus_lm.ops._deep_activation import Pointwise
+
+
+class Scales(NamedTuple):
+    """How much of what is in the memory at a chunk's reads and at its end. The last dimension is 1, or w = the open coordinates
+    where they do not share one history in this chunk (then `mask` says which are open to each token).
+
+    Args:
+        decay: (U, b, 1 or w), of the start weights at each read.  carry: likewise, of the start momentum.
+        mix: (U, b, b), of each token's gradient at each read.
+        end_decay, end_carry, end_momentum: (U, 1 or w), at the end: of W in W, of S in W, of S in S.
+        end_mix, end_momentum_mix: (U, b, 1), at the end: of each token's gradient in W and in S.
+        mask: bool (U, b, w), or None where all w are open to all tokens.
+    """
+
+    decay: Tensor
+    carry: Tensor
+    mix: Tensor
+    end_decay: Tensor
+    end_carry: Tensor
+    end_momentum: Tensor
+    end_mix: Tensor
+    end_momentum_mix: Tensor
+    mask: Tensor | None = None
+
+
+class Written(NamedTuple):
+    """The write side of a chunk at its start weights: layer inputs x (L), pre-activations z (L - 1), and the loss's gradients
+    h with respect to the activations (L - 1) and g with respect to what each layer puts out (L)."""
+
+    x: list[Tensor]
+    z: list[Tensor]
+    h: list[Tensor]
+    g: list[Tensor]
+
+
+class Reading(NamedTuple):
+    """The read side of a chunk: layer inputs x (L), pre-activations z (L - 1), similarities x X^T (L), kept products (L)."""
+
+    x: list[Tensor]
+    z: list[Tensor]
+    similarity: list[Tensor]
+    kept: list[tuple]
+
+
+def places(depth: int) -> list[str]:
+    """Which sides of each layer's matrix are hidden units: its columns ("first"), its rows ("last"), or both ("inner").
+
+    A single layer is "last": its rows are what the schedule opens.
+    """
+    return ["inner" if 0 < layer < depth - 1 else "first" if layer < depth - 1 else "last" for layer in range(depth)]
+
+
+def cut(matrix: Tensor, place: str, width: int) -> Tensor:
+    """The first `width` hidden units of a layer's matrix (..., in, out)."""
+    matrix = matrix if place == "first" else matrix[..., :width, :]
+    return matrix if place == "last" else matrix[..., :width]
+
+
+def by_entry(scale: Tensor, place: str) -> Tensor:
+    """A value per hidden unit (U, w) as one per entry of a layer's matrix, broadcastable to (U, in, out).
+
+    An inner entry takes that of its later unit. Units open in order, so the entry opens with that unit.
+    """
+    if scale.shape[-1] == 1 or place == "first":
+        return scale[:, None, :]
+    if place == "last":
+        return scale[:, :, None]
+    return torch.where(_upper(scale.shape[-1], scale.device), scale[:, None, :], scale[:, :, None])
+
+
+def by_entry_backward(grad: Tensor, place: str, shared: bool) -> Tensor:
+    """Adjoint of `by_entry`: gradient (U, in, out) to (U, w), or to (U, 1) where all units share one value."""
+    if shared:
+        return grad.sum((1, 2))[:, None]
+    if place != "inner":
+        return grad.sum(1 if place == "first" else 2)
+    return grad.triu().sum(1) + grad.tril(-1).sum(2)
+
+
+def write(k: Tensor, v: Tensor, weights: Sequence[Tensor], act: Pointwise, mask: Tensor | None) -> Written:
+    """Gradients of 1/2 ||f(k) - v||^2 at the start weights. k (U, b, D), v (U, b, Dv)."""
+    x, z, h = [_taken(k, weights, mask)], [], []
+    for weight in weights[:-1]:
+        z.append(x[-1].bmm(weight))
+        x.append(_open(act.value(z[-1]), mask))
+    g = [torch.baddbmm(v, x[-1], weights[-1], beta=-1)]
+    for layer in range(len(z) - 1, -1, -1):
+        h.insert(0, g[0].bmm(weights[layer + 1].mT))
+        g.insert(0, _open(act.first(h[0], z[layer]), mask))
+    return Written(x, z, h, g)
+
+
+def read(
+    q: Tensor, weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Written, scales: Scales, act: Pointwise
+) -> tuple[Tensor, Reading]:
+    """What the memory answers to q (U, b, D) with each token's own weights: y (U, b, Dv), and what `backward` needs of it.
+
+    Layer by layer z = decay (x W) + carry (x S) - (mix o x X^T) G.
+    """
+    depth, mask = len(weights), scales.mask
+    reading = Reading([_taken(q, weights, mask)], [], [], [])
+    for layer, place in enumerate(places(depth)):
+        x = reading.x[-1]
+        z, kept = _remembered(x, weights[layer], momentum[layer], scales, _side(place, weights[layer], mask))
+        similarity = x.bmm(written.x[layer].mT)
+        z.baddbmm_(scales.mix * similarity, written.g[layer], alpha=-1)
+        reading.similarity.append(similarity)
+        reading.kept.append(kept)
+        if layer < depth - 1:
+            reading.z.append(z)
+            reading.x.append(_open(act.value(z), mask))
+    return z, reading
+
+
+def advance(
+    weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Written, scales: Scales
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights and momentum at the chunk's end, as new tensors of the same shapes."""
+    new_weights, new_momentum = [], []
+    for layer, place in enumerate(places(len(weights))):
+        w, s, x, g = weights[layer], momentum[layer], written.x[layer], written.g[layer]
+        decay, carry, keep = (by_entry(t, place) for t in (scales.end_decay, scales.end_carry, scales.end_momentum))
+        new_weights.append((w * decay).addcmul_(s, carry).baddbmm_((x * scales.end_mix).mT, g, alpha=-1))
+        new_momentum.append((s * keep).baddbmm_((x * scales.end_momentum_mix).mT, g, alpha=-1))
+    return new_weights, new_momentum
+
+
+class Gradients(NamedTuple):
+    """What `backward` gives: to the tokens (of q and k, the coordinates the first layer takes in), to the start state, and to the
+    scales (whose `mask` is None)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weights: list[Tensor]
+    momentum: list[Tensor]
+    scales: Scales
+
+
+def backward(
+    grad: Tensor,
+    grad_weights: Sequence[Tensor],
+    grad_momentum: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    momentum: Sequence[Tensor],
+    written: Written,
+    reading: Reading,
+    scales: Scales,
+    act: Pointwise,
+    *,
+    advanced: bool,
+) -> Gradients:
+    """Adjoint of `write`, `read` and `advance` together.
+
+    Args:
+        grad: (U, b, Dv), with respect to y.  grad_weights, grad_momentum: with respect to the state at the chunk's end.
+        advanced: False when the chunk ends nothing, so that its end state is its start state.
+    """
+    depth, mask = len(weights), scales.mask
+    sums = Scales(*(torch.zeros_like(t) for t in scales[:8]))
+    to_weights, to_momentum = [], []
+    to_x: list[Tensor] = [grad] * depth
+    to_g: list[Tensor] = [grad] * depth
+    for layer in range(depth - 1, -1, -1):
+        place, w, s = places(depth)[layer], weights[layer], momentum[layer]
+        x, written_x, g, similarity = reading.x[layer], written.x[layer], written.g[layer], reading.similarity[layer]
+        end = (grad_weights[layer], grad_momentum[layer])
+        to_w, to_s = _end_state_backward(*end, w, s, scales, sums, place) if advanced else (end[0].clone(), end[1].clone())
+        pair = grad.bmm(g.mT)
+        sums.mix.addcmul_(pair, similarity, value=-1)
+        pair.mul_(scales.mix)
+        to_g[layer] = (similarity * scales.mix).mT.bmm(grad).neg_()
+        to_x[layer] = pair.mT.bmm(x).neg_()
+        grad = _remembered_backward(
+            grad, x, w, s, scales, sums, _side(place, w, mask), reading.kept[layer], to_w, to_s
+        ).baddbmm_(pair, written_x, alpha=-1)
+        if advanced:
+            _end_rows_backward(*end, written_x, g, scales, sums, to_x[layer], to_g[layer])
+        if layer:
+            grad = _open(act.first(grad, reading.z[layer - 1]), mask)
+        to_weights.insert(0, to_w)
+        to_momentum.insert(0, to_s)
+    to_k, to_v = _write_backward(to_x, to_g, to_weights, weights, written, act, mask)
+    if depth == 1:
+        grad, to_k = _open(grad, mask), _open(to_k, mask)
+    return Gradients(grad, to_k, to_v, to_weights, to_momentum, sums)
+
+
+def _write_backward(
+    to_x: list[Tensor],
+    to_g: list[Tensor],
+    to_weights: list[Tensor],
+    weights: Sequence[Tensor],
+    written: Written,
+    act: Pointwise,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Adjoint of `write`; adds to `to_weights`. The first loop is the second order part: the way into the inner gradients."""
+    depth = len(weights)
+    to_z = []
+    for layer in range(depth - 1):
+        grad, z = _open(to_g[layer], mask), written.z[layer]
+        to_h = act.first(grad, z)
+        to_z.append(act.second(grad.mul_(written.h[layer]), z))
+        to_g[layer + 1].baddbmm_(to_h, weights[layer + 1])
+        to_weights[layer + 1].baddbmm_(to_h.mT, written.g[layer + 1])
+    last = to_g[-1]
+    to_x[-1].baddbmm_(last, weights[-1].mT)
+    to_weights[-1].baddbmm_(written.x[-1].mT, last)
+    for layer in range(depth - 2, -1, -1):
+        to_z[layer] += _open(act.first(to_x[layer + 1], written.z[layer]), mask)
+        to_x[layer].baddbmm_(to_z[layer], weights[layer].mT)
+        to_weights[layer].baddbmm_(written.x[layer].mT, to_z[layer])
+    return to_x[0], last.neg()
+
+
+def _end_state_backward(
+    to_w: Tensor, to_s: Tensor, w: Tensor, s: Tensor, scales: Scales, sums: Scales, place: str
+) -> tuple[Tensor, Tensor]:
+    """Adjoint of the start state's part in `advance`: gradients to W and S; adds to the end scales."""
+    decay, carry, keep = (by_entry(t, place) for t in (scales.end_decay, scales.end_carry, scales.end_momentum))
+    shared = scales.mask is None
+    if shared:
+        flat_w, flat_s = to_w.flatten(1)[:, None], to_s.flatten(1)[:, None]
+        sums.end_decay.add_(flat_w.bmm(w.flatten(1)[..., None])[..., 0])
+        sums.end_carry.add_(flat_w.bmm(s.flatten(1)[..., None])[..., 0])
+        sums.end_momentum.add_(flat_s.bmm(s.flatten(1)[..., None])[..., 0])
+    else:
+        sums.end_decay.add_(by_entry_backward(to_w * w, place, shared))
+        sums.end_carry.add_(by_entry_backward(to_w * s, place, shared))
+        sums.end_momentum.add_(by_entry_backward(to_s * s, place, shared))
+    return to_w * decay, (to_s * keep).addcmul_(to_w, carry)
+
+
+def _end_rows_backward(
+    to_w: Tensor, to_s: Tensor, x: Tensor, g: Tensor, scales: Scales, sums: Scales, to_x: Tensor, to_g: Tensor
+) -> None:
+    """Adjoint of the tokens' part in `advance`; adds to `to_x`, `to_g` and the end scales. Sums run over the narrower side."""
+    for grad, mix, to_mix in (
+        (to_w, scales.end_mix, sums.end_mix),
+        (to_s, scales.end_momentum_mix, sums.end_momentum_mix),
+    ):
+        if x.shape[-1] <= g.shape[-1]:
+            product = g.bmm(grad.mT)
+            to_x.addcmul_(product, mix, value=-1)
+            to_mix.sub_(product.mul_(x).sum(-1, keepdim=True))
+            to_g.baddbmm_(x * mix, grad, alpha=-1)
+        else:
+            product = x.bmm(grad)
+            to_g.addcmul_(product, mix, value=-1)
+            to_mix.sub_(product.mul_(g).sum(-1, keepdim=True))
+            to_x.baddbmm_(g * mix, grad.mT, alpha=-1)
+
+
+def _side(place: str, weight: Tensor, mask: Tensor | None) -> str:
+    """Where the scales of a read go: on what a layer takes in or puts out; with a mask this follows from where the units are."""
+    if mask is not None:
+        return {"first": "out", "last": "in", "inner": "both"}[place]
+    return "in" if weight.shape[-2] <= weight.shape[-1] else "out"
+
+
+def _remembered(x: Tensor, w: Tensor, s: Tensor, scales: Scales, side: str) -> tuple[Tensor, tuple]:
+    """decay (x W) + carry (x S), and the products that the backward needs."""
+    if side == "in":
+        kept = x * scales.decay, x * scales.carry
+        return kept[1].bmm(s).baddbmm_(kept[0], w), kept
+    if side == "out":
+        kept = x.bmm(w), x.bmm(s)
+        return (kept[0] * scales.decay).addcmul_(kept[1], scales.carry), kept
+    above, kept_above = _remembered(x, w.triu(), s.triu(), scales, "out")
+    below, kept_below = _remembered(x, w.tril(-1), s.tril(-1), scales, "in")
+    return above.add_(below), (kept_above, kept_below)
+
+
+def _remembered_backward(
+    grad: Tensor, x: Tensor, w: Tensor, s: Tensor, scales: Scales, sums: Scales, side: str, kept: tuple, to_w: Tensor, to_s: Tensor
+) -> Tensor:
+    """Adjoint of `_remembered`: gradient to x; adds to `to_w`, `to_s` and the read scales."""
+    if side == "in":
+        products = grad.bmm(w.mT), grad.bmm(s.mT)
+        to_w.baddbmm_(kept[0].mT, grad)
+        to_s.baddbmm_(kept[1].mT, grad)
+        to_x = (products[0] * scales.decay).addcmul_(products[1], scales.carry)
+        for product, total in zip(products, (sums.decay, sums.carry)):
+            _add_product(total, product, x)
+        return to_x
+    if side == "out":
+        scaled = grad * scales.decay, grad * scales.carry
+        to_w.baddbmm_(x.mT, scaled[0])
+        to_s.baddbmm_(x.mT, scaled[1])
+        for product, total in zip(kept, (sums.decay, sums.carry)):
+            _add_product(total, product, grad)
+        return scaled[0].bmm(w.mT).baddbmm_(scaled[1], s.mT)
+    parts = []
+    for half, keep, name in ((Tensor.triu, kept[0], "out"), (lambda t: t.tril(-1), kept[1], "in")):
+        part_w, part_s = torch.zeros_like(to_w), torch.zeros_like(to_s)
+        parts.append(_remembered_backward(grad, x, half(w), half(s), scales, sums, name, keep, part_w, part_s))
+        to_w.add_(half(part_w))
+        to_s.add_(half(part_s))
+    return parts[0].add_(parts[1])
+
+
+def _add_product(total: Tensor, product: Tensor, factor: Tensor) -> None:
+    """Add product o factor, summed over the coordinates where the scale is shared by them."""
+    total.add_((product * factor).sum(-1, keepdim=True) if total.shape[-1] == 1 else product * factor)
+
+
+def _open(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero where a coordinate is locked to a token; the value itself is not looked at, so NaN stays behind."""
+    return rows if mask is None else torch.where(mask, rows, rows.new_zeros(()))
+
+
+def _taken(rows: Tensor, weights: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    """What the first layer takes in of q or k: all of it, or what is open where a single layer's rows are scheduled."""
+    return rows if len(weights) > 1 else _open(rows[..., : weights[0].shape[-2]], mask)
+
+
+def _upper(width: int, device: torch.device) -> Tensor:
+    return torch.ones(width, width, dtype=torch.bool, device=device).triu()

@@ -1,0 +1,179 @@
+"""What the forward and the backward walk over the chunks of an MLP memory share: tokens in slots, the plan, the states of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from proteus_lm.ops._deep_chunk import Scales, Written, advance, cut, places, write
+from proteus_lm.ops._deep_activation import Pointwise
+from proteus_lm.ops._deep_gates import Gates
+from proteus_lm.ops._deep_layout import Layout, Span
+from proteus_lm.ops.rows import Rows
+
+
+class Step(NamedTuple):
+    """One chunk of the walk: its units, its open width, and whether some of that width is locked to some of its tokens."""
+
+    span: Span
+    width: int
+    mixed: bool
+
+
+class Start(NamedTuple):
+    """What a chunk is worked out from.
+
+    Args:
+        state: weights, then momentum, (U, in, out) at the open width; entries that stay locked are blank, lest they hold NaN.
+        scales, written: see `_deep_chunk`.
+        opens: int64 (U, w), slot at which each coordinate opens; None where all are open throughout.
+    """
+
+    state: list[Tensor]
+    scales: Scales
+    written: Written
+    opens: Tensor | None
+
+
+class Walk:
+    """Tokens in their slots, gates, and the plan. Arguments as for `_deep_scan.titans_scan`.
+
+    Args:
+        keep: prepare the gates for their backward.
+
+    Raises:
+        ValueError: for boundaries that do not fit the tokens.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[Tensor],
+        open_rows: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        active: Tensor,
+        open_active: Tensor | None,
+        offset: Tensor,
+        cu_seqlens: Tensor | None,
+        chunk: int,
+        read: str,
+        act: Pointwise,
+        *,
+        keep: bool,
+    ) -> None:
+        q, rows = tokens[0], weights[0].shape[0]
+        self.heads, self.dtype, self.act = q.shape[2], weights[0].dtype, act
+        self.places, self.dim, self._weights = places(len(weights)), weights[-1].shape[-2], weights
+        lengths, firsts = [q.shape[1]] * rows, [row * q.shape[1] for row in range(rows)]
+        if cu_seqlens is not None:
+            lengths, firsts = Rows(cu_seqlens, q.shape[1]).lengths.tolist(), cu_seqlens[:-1].tolist()
+        phases = [position % chunk for position in offset.expand(rows).tolist()]
+        held = None if open_active is None else open_active > 0
+        self.layout = Layout(phases, firsts, lengths, chunk, held=held, device=q.device)
+        earlier = [torch.zeros_like(open_rows[0]), *open_rows] if open_rows else [None] * len(tokens)
+        slots = [self.layout.gather(t, e, self.dtype) for t, e in zip(tokens, earlier)]
+        self.q, self.k, self.v = slots[:3]
+        self.gates = Gates(*slots[3:], self.layout.valid.repeat_interleave(self.heads, 0), read=read, keep=keep)
+        everywhere = active.to(q.device).expand(q.shape[:2])[..., None]
+        self._active = self.layout.gather(everywhere, None if open_active is None else open_active[..., None], torch.int64)
+        self.steps = self._plan()
+
+    def _plan(self) -> list[Step]:
+        """Open widths, by one transfer to the host."""
+        least = self._active.where(self._active > 0, self.dim).amin(1)
+        lows, highs = torch.stack([least, self._active.amax(1)]).tolist()
+        spans = self.layout.spans
+        widths = [(min(lows[s.start : s.stop]), max(highs[s.start : s.stop])) for s in spans]
+        return [Step(span, high, low != high) for span, (low, high) in zip(spans, widths)]
+
+    def shape_at(self, width: int) -> list[tuple[int, int]]:
+        """(in, out) of each layer at an open width."""
+        shapes = [(w.shape[-2], w.shape[-1]) for w in self._weights]
+        return [(i if p == "first" else width, o if p == "last" else width) for p, (i, o) in zip(self.places, shapes)]
+
+    def units(self, step: Step) -> slice:
+        """The units (times heads) of a chunk."""
+        return slice(step.span.start * self.heads, step.span.stop * self.heads)
+
+    def to_walk(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """States (N, H, in, out) as new tensors (N * H, in, out) in the order of the layout."""
+        order = torch.tensor(self.layout.order, device=self.q.device)
+        return [t.index_select(0, order).flatten(0, 1) for t in states]
+
+    def from_walk(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse of `to_walk`."""
+        back = torch.tensor(self.layout.order, device=self.q.device).argsort()
+        return [t.unflatten(0, (-1, self.heads)).index_select(0, back) for t in states]
+
+    def start(self, step: Step, state: list[Tensor]) -> Start:
+        """Scales and write side of a chunk, from the state at its start."""
+        units, opens, mask = self.units(step), None, None
+        if step.mixed:
+            active = self._active[step.span.start : step.span.stop].repeat_interleave(self.heads, 0)
+            mask = torch.arange(step.width, device=active.device) < active[..., None]
+            opens = torch.where(mask.any(1), mask.to(torch.uint8).argmax(1), self.layout.slots)
+            state = self._choose(opens, state, [t.new_zeros(()) for t in state])
+        written = write(self.k[units], self.v[units], state[: len(self.places)], self.act, mask)
+        return Start(state, self.gates.scales(units, opens, mask), written, opens)
+
+    def end(self, step: Step, start: Start, state: list[Tensor]) -> list[Tensor]:
+        """State at a chunk's end of its rows; rows that do not fill it, and locked entries, keep that of its start, `state`."""
+        rows, depth = step.span.full * self.heads, len(self.places)
+        if not rows:
+            return state
+        scales = Scales(*(None if t is None else t[:rows] for t in start.scales))
+        weights, momentum = advance(
+            [t[:rows] for t in start.state[:depth]],
+            [t[:rows] for t in start.state[depth:]],
+            Written(*([t[:rows] for t in part] for part in start.written)),
+            scales,
+        )
+        new = [*weights, *momentum]
+        if start.opens is not None:
+            new = self._choose(start.opens[:rows], new, [t[:rows] for t in state])
+        return [torch.cat([a, b[rows:]]) for a, b in zip(new, state)] if rows < len(state[0]) else new
+
+    def _choose(self, opens: Tensor, opened: Sequence[Tensor], locked: Sequence[Tensor]) -> list[Tensor]:
+        """`opened` at the entries that open in this chunk or before (all their coordinates do), `locked` at the others."""
+        inside = opens < self.layout.slots
+        rows, columns = inside[:, :, None], inside[:, None, :]
+        chosen = {"first": columns, "last": rows, "inner": rows & columns}
+        layers = [*self.places, *self.places]
+        return [torch.where(chosen[place], a, b) for place, a, b in zip(layers, opened, locked)]
+
+
+class Memory:
+    """The state of all rows, of which a walk works on the first rows and the open width.
+
+    That part is kept as tensors of its own while it stays the same. Tensors given out are never changed afterwards.
+
+    Args:
+        states: weights, then momentum, each (N * H, in, out); the memory takes them over.
+    """
+
+    def __init__(self, states: list[Tensor], layers: Sequence[str]) -> None:
+        self._whole, self._layers = states, [*layers, *layers]
+        self._key: tuple[int, int] | None = None
+        self._part: list[Tensor] = []
+
+    def view(self, rows: int, width: int) -> list[Tensor]:
+        """The first `rows` (times heads) at the first `width` coordinates."""
+        if self._key != (rows, width):
+            self.whole()
+            self._key = rows, width
+            self._part = [cut(t[:rows], place, width).clone() for t, place in zip(self._whole, self._layers)]
+        return self._part
+
+    def put(self, part: list[Tensor]) -> None:
+        """New values of the part last viewed."""
+        self._part = part
+
+    def whole(self) -> list[Tensor]:
+        """All rows at full width."""
+        if self._key is not None:
+            rows, width = self._key
+            for whole, part, place in zip(self._whole, self._part, self._layers):
+                cut(whole[:rows], place, width).copy_(part)
+        return self._whole

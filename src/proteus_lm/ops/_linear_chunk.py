@@ -1,0 +1,214 @@
+"""The chunk form of every linear rule, and its gradient: one group of tiles at a time (see `_linear_tiles`).
+
+Within a tile of C tokens with state S before it, G the running sum of log decays in the tile, X the vectors written (spec/linear.md 1):
+
+    O  = (e^G Q) S + (Q K^T * R) X        S' = e^{G_C} S + (R_C K)^T X        R[t, i]: what is left at t of the write of token i
+
+Hebbian rules write X = V, R[t, i] = e^{G_t - G_i} (retention). A window of c weights gives R[t, i] = sum_j e^{G_t - G_{i+j}} gamma_{i+j, j}
+over the write times i + j in the tile, i running from c - 1 tokens before it. Delta rules write X = (I + A)^{-1} beta (V - e^{G'} P S),
+A = tril(beta P K^T * e^{G'_t - G_i}, -1), with G' = G for an error against the decayed state, G of the token before otherwise.
+Everything but the recurrence over S is done for all tiles of a group in one batch. Only differences of G are exponentiated, with
+what is not causal left out before; G is summed in fp64, so that a strong decay early in a tile costs later ones no digits.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# e to this is 0 in fp64, so that nothing changes, and a gate of exactly 0 (log decay -inf) has differences too.
+_NOTHING_LEFT = -1000.0
+
+
+class Tiles(NamedTuple):
+    """A group's tokens, as n tiles of M = rows * heads matrices, in the type computed in; only the open coordinates.
+
+    q, p: (n, M, C, K); p None: k.  k: (n, M, c - 1 + C, K).  v: (n, M, c - 1 + C, V).  g, beta: (n, M, C).  gamma: (n, M, C, c).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None = None
+    p: Tensor | None = None
+    gamma: Tensor | None = None
+
+
+class Hebbian:
+    """Rules that write their values as they are: retention and sliding-window linear attention."""
+
+    def __init__(self, tiles: Tiles) -> None:
+        self.count, self.matrices, self.length = tiles.g.shape
+        self.q, self.k, self.v = (x.flatten(0, 1) for x in (tiles.q, tiles.k, tiles.v))
+        self.gamma = None if tiles.gamma is None else tiles.gamma.flatten(0, 1)
+        total = tiles.g.flatten(0, 1).double().clamp(min=_NOTHING_LEFT).cumsum(-1)
+        self.decay = (total[:, :, None] - total[:, None, :]).to(tiles.g.dtype).tril_().exp_().tril_()  # e^{G_t - G_j}
+        self.since = total.exp().to(tiles.g.dtype)  # e^{G_t}, from before the tile
+        self.left = self._left()
+        self.kept = self.k * self.left[:, -1, :, None]
+        self.written = self.v
+
+    @cached_property
+    def product(self) -> Tensor:
+        return self.q @ self.k.mT
+
+    @cached_property
+    def scores(self) -> Tensor:
+        return (self.q @ self.k.mT).mul_(self.left) if self.gamma is None else self.product * self.left
+
+    @cached_property
+    def reading(self) -> Tensor:
+        return self.q * self.since[..., None]
+
+    def _left(self) -> Tensor:
+        if self.gamma is None:
+            return self.decay
+        window = self.gamma.shape[-1]
+        left = self.decay.new_zeros(*self.decay.shape[:2], self.length + window - 1)
+        for j in range(window):  # column i is token i - (c - 1), which token i + j - (c - 1) writes again
+            left[..., window - 1 - j : window - 1 - j + self.length].addcmul_(self.decay, self.gamma[:, None, :, j])
+        return left
+
+    def _tilewise(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.count, self.matrices))
+
+    def scan(self, state: Tensor) -> Tensor:
+        """Carry the state (M, K, V) through the tiles; returns the one behind the last."""
+        self.states = state.new_empty(self.count + 1, *state.shape)
+        self.states[0] = state
+        self._advance(self._tilewise(self.since[:, -1, None, None]))
+        return self.states[-1]
+
+    def _advance(self, decay: Tensor) -> None:
+        writes = self._tilewise(self.kept.mT @ self.written)
+        for i in range(self.count):
+            torch.addcmul(writes[i], self.states[i], decay[i], out=self.states[i + 1])
+
+    def read(self) -> Tensor:
+        """Outputs (n, M, C, V), after `scan`."""
+        out = torch.bmm(self.reading, self.states[:-1].flatten(0, 1))
+        return self._tilewise(out.baddbmm_(self.scores, self.written))
+
+    def backward(self, d_out: Tensor, d_state: Tensor) -> tuple[Tensor, Tiles]:
+        """Gradients with respect to the state before the first tile and to the tiles, after `scan`.
+
+        Args:
+            d_out: (n, M, C, V).  d_state: (M, K, V), of the state behind the last tile.
+        """
+        d_out = d_out.flatten(0, 1)
+        d_written = self.scores.mT @ d_out
+        d_states = d_out.new_empty(self.count + 1, *d_state.shape)
+        d_states[-1] = d_state
+        through = self._tilewise(self.reading.mT @ d_out)  # reaches the state by the tile's own reads
+        self._retreat(self._tilewise(self.since[:, -1, None, None]), through, d_states, d_written)
+        before, after = self.states[:-1].flatten(0, 1), d_states[1:].flatten(0, 1)
+
+        d_scores = d_out @ self.written.mT
+        d_kept = self.written @ after.mT
+        d_reading = d_out @ before.mT
+        d_left, d_gamma = self._backward_left(d_scores, d_kept)  # with respect to G_t - G_j
+        d_product = d_scores.mul_(self.left)
+        d_q = (d_reading * self.since[..., None]).baddbmm_(d_product, self.k)
+        d_k = (d_kept * self.left[:, -1, :, None]).baddbmm_(d_product.mT, self.q)
+        d_total = d_reading.mul_(self.reading).sum(-1)
+        d_total[:, -1] += (before * after).sum((-1, -2)) * self.since[:, -1]
+        grads = Tiles(d_q, d_k, d_written, d_total, gamma=d_gamma)
+        grads = self._backward_rule(grads, d_left, before)
+        d_total = grads.g + d_left.sum(-1) - d_left.sum(-2)
+        grads = grads._replace(g=d_total.flip(-1).cumsum(-1).flip(-1))
+        return d_states[0], Tiles(*(None if x is None else self._tilewise(x) for x in grads))
+
+    def _retreat(self, decay: Tensor, through: Tensor, d_states: Tensor, d_written: Tensor) -> None:
+        for i in range(self.count - 1, -1, -1):
+            torch.addcmul(through[i], d_states[i + 1], decay[i], out=d_states[i])
+        d_written.baddbmm_(self.kept, d_states[1:].flatten(0, 1))
+
+    def _backward_left(self, d_scores: Tensor, d_kept: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.gamma is None:
+            d_left = d_scores * self.scores
+            d_left[:, -1] += (d_kept * self.kept).sum(-1)
+            return d_left, None
+        d_left = d_scores * self.product
+        d_left[:, -1] += (d_kept * self.k).sum(-1)
+        window = self.gamma.shape[-1]
+        d_difference, d_gamma = torch.zeros_like(self.decay), torch.empty_like(self.gamma)
+        for j in range(window):
+            part = d_left[..., window - 1 - j : window - 1 - j + self.length] * self.decay
+            d_gamma[..., j] = part.sum(-2)
+            d_difference.addcmul_(part, self.gamma[:, None, :, j])
+        return d_difference, d_gamma
+
+    def _backward_rule(self, grads: Tiles, d_left: Tensor, before: Tensor) -> Tiles:
+        return grads
+
+
+class Delta(Hebbian):
+    """Rules that write the error of a read: the delta rule, its gated form (`decayed`) and Comba."""
+
+    def __init__(self, tiles: Tiles, decayed: bool) -> None:
+        super().__init__(tiles)
+        assert tiles.beta is not None
+        self.beta, self.decayed = tiles.beta.flatten(0, 1), decayed
+        self.p = self.k if tiles.p is None else tiles.p.flatten(0, 1)
+        self.error_since = self.since
+        if not decayed:
+            self.error_since = torch.ones_like(self.since)
+            self.error_since[:, 1:] = self.since[:, :-1]
+        self.overlap = self._decay_errors(self.p @ self.k.mT)  # A without beta
+        identity = torch.eye(self.length, dtype=self.q.dtype, device=self.q.device).expand_as(self.overlap)
+        system = self.overlap * self.beta[..., None]
+        self.inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+        self.error_reading = self.p * self.error_since[..., None]
+        self.erase = self.inverse @ (self.error_reading * self.beta[..., None])
+
+    def _decay_errors(self, x: Tensor) -> Tensor:
+        """Multiply (.., C, C) in place by what the state read at t for the error has left of the write of token i < t."""
+        if self.decayed:
+            return x.mul_(self.decay).tril_(-1)
+        x[:, 0] = 0
+        x[:, 1:] *= self.decay[:, :-1]
+        return x
+
+    def _advance(self, decay: Tensor) -> None:
+        self.written = self.inverse @ (self.v * self.beta[..., None])
+        written, erase, kept = (self._tilewise(x) for x in (self.written, self.erase, self.kept.mT))
+        for i in range(self.count):
+            state, following = self.states[i], self.states[i + 1]
+            written[i].baddbmm_(erase[i], state, alpha=-1)
+            torch.mul(state, decay[i], out=following)
+            following.baddbmm_(kept[i], written[i])
+
+    def _retreat(self, decay: Tensor, through: Tensor, d_states: Tensor, d_written: Tensor) -> None:
+        d_written, erase, kept = (self._tilewise(x) for x in (d_written, self.erase.mT, self.kept))
+        for i in range(self.count - 1, -1, -1):
+            d_written[i].baddbmm_(kept[i], d_states[i + 1])
+            torch.addcmul(through[i], d_states[i + 1], decay[i], out=d_states[i])
+            d_states[i].baddbmm_(erase[i], d_written[i], alpha=-1)
+
+    def _backward_rule(self, grads: Tiles, d_left: Tensor, before: Tensor) -> Tiles:
+        """From the gradient of X to those of V, P, K, beta and G; `grads.v` is the gradient of X."""
+        beta = self.beta[..., None]
+        d_right = self.inverse.mT @ grads.v  # of beta (V - e^{G'} P S)
+        negative = d_right.neg()
+        d_system = negative @ self.written.mT
+        d_error_reading = negative @ before.mT
+        by_reading = (d_error_reading * self.error_reading).sum(-1)
+        by_system = d_system * self.overlap
+        d_beta = (d_right * self.v).sum(-1) + by_reading + by_system.sum(-1)
+        by_reading, by_system = by_reading * self.beta, by_system.mul_(beta)
+        if self.decayed:
+            grads.g.add_(by_reading)
+            d_left.add_(by_system)
+        else:
+            grads.g[:, :-1] += by_reading[:, 1:]
+            d_left[:, :-1] += by_system[:, 1:]
+        d_product = self._decay_errors(d_system).mul_(beta)
+        d_p = d_error_reading.mul_(beta * self.error_since[..., None]).baddbmm_(d_product, self.k)
+        grads.k.baddbmm_(d_product.mT, self.p)
+        if self.p is self.k:
+            grads.k.add_(d_p)
+        return grads._replace(v=d_right.mul_(beta), p=None if self.p is self.k else d_p, beta=d_beta)

@@ -1,0 +1,248 @@
+"""Titans' neural memory: an MLP that learns at test time by gradient descent with momentum and forgetting, in its exact dual form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proteus_lm.activation import Activation
+from proteus_lm.ops import reference
+from proteus_lm.ops._deep_scan import titans_scan
+from proteus_lm.ops.backend import choose
+from proteus_lm.ops.memory_activations import memory_function
+from proteus_lm.ops.rows import check_packed
+from proteus_lm.ops.state import TitansState
+
+READS = ("post", "pre")
+InitialState = TitansState | tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+def titans_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    chunk: int,
+    read: str = "post",
+    memory_activation: str = "gelu_tanh",
+    activation: Activation | None = None,
+    initial_state: InitialState | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, TitansState | None]:
+    """Write each token into an MLP memory f(x) = act(.. act(x W1) ..) WL and read it (Titans eq 11-18; spec/deep.md 1.1, 3.1):
+
+        u_t = gradient of 1/2 ||f(k_t) - v_t||^2 at the weights of the last boundary of `chunk` in the document's own positions
+        S_t = eta_t S_{t-1} - theta_t u_t,    W_t = (1 - alpha_t) W_{t-1} + S_t,    y_t = f(q_t) at W_t ("post") or W_{t-1} ("pre")
+
+    in the open entries; locked ones are neither read, written, given momentum nor decayed, and keep their bits (Proteus eq 7-11).
+    Blocks are hidden units; an inner matrix's entry is open when both its units are. With one layer they are its rows.
+    Any split of a sequence into calls gives the same, as the state carries the open chunk. Computed in fp32, or fp64 if an input is,
+    whatever the autocast. First derivatives reach every tensor, those of `initial_state` included. NaN in a unit stays out of the
+    chunks before the one it opens in.
+
+    Args:
+        q, k: (B, T, H, D), any floating type, as every tensor here. Normalisation is the caller's.
+        v: (B, T, H, Dv).
+        theta, alpha, eta: (B, T, H), step, forgetting and momentum, values in [0, 1] (not logs). Unchecked. Steps with
+            theta * chunk / (1 - eta) above about 2 can make the memory diverge (spec/deep.md 6).
+        weights: W1 (H, D, F), .., WL (H, F, Dv): the memory before the first token, learned; L >= 1, one hidden width F.
+        chunk: tokens between two boundaries, >= 1: part of the model, not of its speed.
+        read: "post" reads after the token's write, "pre" before it (of the units open to the token, both).
+        memory_activation: "gelu_tanh" or "silu".
+        activation: open hidden units of each token, of F (of D for one layer); None: all are open.
+        initial_state: state to go on from, in place of `weights` at position 0: what an earlier call returned, or just (weights,
+            momentum) of tensors (N, H, in, out), which stand at the activation's offset (0 without one).
+        cu_seqlens: int (N + 1,), boundaries of the documents packed in one row (B = 1); memory and position start anew at each.
+        output_final_state: return the state behind the last token (of each document) too.
+        backend: "auto", "chunk" (the dual form, by chunks) or "reference" (token by token).
+
+    Returns:
+        y (B, T, H, Dv) in v's type; the state of N rows (N = B, or the documents) in fp32 or fp64, or None.
+
+    Raises:
+        ValueError: for shapes, options, an activation or boundaries that do not fit each other, or a state that stands elsewhere than
+            the activation starts (on CUDA, an assertion on the device).
+        TypeError: for tensors that are not floating.
+    """
+    tokens, weights = (q, k, v, theta, alpha, eta), tuple(weights)
+    rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    _check_tokens(tokens, weights, chunk, read, cu_seqlens)
+    memory_function(memory_activation)
+    _check_activation(activation, q, weights, cu_seqlens)
+    _check_state(initial_state, tokens, weights, chunk, rows)
+    common = {"chunk": chunk, "read": read, "memory_activation": memory_activation, "cu_seqlens": cu_seqlens}
+    if choose("titans_memory", backend, *tokens, *weights) == "reference":
+        more = {"activation": activation, "initial_state": initial_state, "output_final_state": output_final_state}
+        return reference.titans_memory(*tokens, weights, **common, **more)
+    start, at = _start(tokens, weights, chunk, rows, activation, initial_state)
+    active = _active(activation, q, weights)
+    earlier = [start.k, start.v, start.theta, start.alpha, start.eta]
+    carried = isinstance(initial_state, TitansState)
+    needed = [*tokens, *start.weights, *start.momentum, *(earlier if carried else [])]
+    out = titans_scan(
+        list(tokens), earlier if carried else [], list(start.weights), list(start.momentum),
+        active, start.active if carried else None, at, start.position if carried else None, cu_seqlens, chunk, read,
+        memory_activation, torch.is_grad_enabled() and any(t.requires_grad for t in needed), torch.compiler.is_compiling(),
+    )  # fmt: skip
+    if not output_final_state:
+        return out[0], None
+    depth = len(weights)
+    boundary = tuple(out[1 : 1 + depth]), tuple(out[1 + depth : 1 + 2 * depth])
+    return out[0], _final(start, boundary, tokens, active, at, chunk, cu_seqlens)
+
+
+def titans_weights(state: TitansState, *, memory_activation: str = "gelu_tanh") -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Weights and momentum of the current token: those of the last boundary, and what the open chunk's tokens made of them.
+
+    Returns:
+        (W1, .., WL), (S1, .., SL), each (N, H, in, out). Gradients flow to every tensor of the state.
+
+    Raises:
+        ValueError: for an unknown activation.
+    """
+    return reference.titans_weights(state, memory_activation=memory_activation)
+
+
+def _start(
+    tokens: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    chunk: int,
+    rows: int,
+    activation: Activation | None,
+    initial: InitialState | None,
+) -> tuple[TitansState, Tensor]:
+    """The state to start from, its boundary in the type to compute in, and the position of each row's first token (N or 1)."""
+    floats = [*tokens, *weights]
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in floats) else torch.float32
+    offset = 0 if activation is None else activation.offset
+    at = offset.long() if isinstance(offset, Tensor) else torch.tensor([offset])
+    if isinstance(initial, TitansState):
+        at = initial.position if activation is None else at
+        boundary = initial.weights, initial.momentum
+        rest = initial[2:]
+    else:
+        boundary = ([w.expand(rows, *w.shape) for w in weights], [w.new_zeros(()).expand(rows, *w.shape) for w in weights])
+        boundary = boundary if initial is None else initial
+        empty = [t.new_zeros(rows, chunk, *t.shape[2:]) for t in tokens[1:]]
+        active = torch.zeros(rows, chunk, dtype=torch.int64, device=tokens[0].device)
+        rest = (*empty, active, at.to(active.device).expand(rows))
+    wide = [tuple(t.to(dtype) for t in part) for part in boundary]
+    return TitansState(*wide, *rest), at
+
+
+def _active(activation: Activation | None, q: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Open coordinates of each token, int64 (B or 1, T)."""
+    if activation is None:
+        return torch.full((1, q.shape[1]), weights[-1].shape[-2], device=q.device)
+    return activation.active
+
+
+def _final(
+    start: TitansState,
+    boundary: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    tokens: Sequence[Tensor],
+    active: Tensor,
+    at: Tensor,
+    chunk: int,
+    cu_seqlens: Tensor | None,
+) -> TitansState:
+    """The state behind the last token: its open rows are the tokens since the last boundary, of this call or of the one before."""
+    rows, (batch, length) = len(start.k), tokens[0].shape[:2]
+    device = tokens[0].device
+    begin = at.to(device).expand(rows)
+    if cu_seqlens is None:
+        first, count = torch.arange(rows, device=device) * length, torch.full((rows,), length, device=device)
+    else:
+        first, count = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    end = begin + count
+    place = (end - end % chunk)[:, None] + torch.arange(chunk, device=device)
+    earlier, taken = place < begin[:, None], place < end[:, None]
+    index = (first[:, None] + place - begin[:, None]).clamp(min=0, max=batch * length - 1)
+    everywhere = active.to(device).expand(batch, length)
+    parts = []
+    for old, new in zip(start[2:8], (*tokens[1:], everywhere)):
+        value = new.flatten(0, 1)[index]
+        value = value if old.dtype == torch.int64 else value.to(boundary[0][0].dtype)
+        shape = (rows, chunk, *[1] * (value.dim() - 2))
+        value = torch.where(earlier.view(shape), old.to(value.dtype), value)
+        parts.append(torch.where(taken.view(shape), value, torch.zeros((), dtype=value.dtype, device=device)))
+    return TitansState(*boundary, *parts, end)
+
+
+def _check_tokens(
+    tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, read: str, cu_seqlens: Tensor | None
+) -> None:
+    q, k, v, *gates = tokens
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        raise ValueError(f"chunk is {chunk!r}; it must be a whole number of at least 1")
+    if read not in READS:
+        raise ValueError(f"read is {read!r}; it must be one of {', '.join(READS)}")
+    for name, tensor in zip(("q", "k", "v", "theta", "alpha", "eta"), tokens):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} is {tensor.dtype}; it must be of a floating type")
+    if q.dim() != 4 or k.shape != q.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; they must be (B, T, H, D), the same, and (B, T, H, Dv)"
+        )
+    if q.shape[0] == 0 or q.shape[1] == 0:
+        raise ValueError(f"q has shape {tuple(q.shape)}; there must be at least one row and one token")
+    for name, gate in zip(("theta", "alpha", "eta"), gates):
+        if gate.shape != q.shape[:3]:
+            raise ValueError(f"{name} has shape {tuple(gate.shape)}; it must be (B, T, H) = {tuple(q.shape[:3])}")
+    check_packed(len(q), cu_seqlens)
+    if not weights:
+        raise ValueError("there are no weights; give at least one layer, W1 (H, D, Dv)")
+    heads, (head_dim, value_dim) = q.shape[2], (q.shape[3], v.shape[3])
+    hidden = weights[0].shape[-1]
+    sides = [head_dim, *[hidden] * (len(weights) - 1), value_dim]
+    for layer, weight in enumerate(weights):
+        if tuple(weight.shape) != (heads, sides[layer], sides[layer + 1]):
+            raise ValueError(
+                f"W{layer + 1} has shape {tuple(weight.shape)}; layer {layer + 1} of {len(weights)} must be (H, in, out) = "
+                f"{(heads, sides[layer], sides[layer + 1])}, with one hidden width"
+            )
+
+
+def _check_activation(
+    activation: Activation | None, q: Tensor, weights: Sequence[Tensor], cu_seqlens: Tensor | None
+) -> None:
+    if activation is None:
+        return
+    units = weights[-1].shape[-2]
+    if activation.dim != units or activation.length != q.shape[1]:
+        raise ValueError(
+            f"the activation describes {activation.dim} coordinates and {activation.length} tokens; the memory opens {units} "
+            f"{'hidden units' if len(weights) > 1 else 'key rows'} and the call has {q.shape[1]} tokens"
+        )
+    if (activation.cu_seqlens is None) != (cu_seqlens is None):
+        raise ValueError("cu_seqlens was given to only one of the call and its activation; give it to both")
+    if cu_seqlens is None and isinstance(activation.offset, Tensor) and len(activation.offset) != len(q):
+        raise ValueError(f"the activation has {len(activation.offset)} offsets for {len(q)} rows; give one a row")
+
+
+def _check_state(
+    state: InitialState | None, tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, rows: int
+) -> None:
+    if state is None:
+        return
+    for name, part in zip(("weights", "momentum"), state):
+        shapes = [tuple(t.shape) for t in part]
+        wanted = [(rows, *w.shape) for w in weights]
+        if shapes != wanted:
+            raise ValueError(f"initial_state has {name} of shapes {shapes}; they must be (N, H, in, out) = {wanted}")
+    if isinstance(state, TitansState):
+        for name, old, new in zip(("k", "v", "theta", "alpha", "eta"), state[2:7], tokens[1:]):
+            if old.shape[1] != chunk:
+                raise ValueError(f"initial_state was made with chunk={old.shape[1]}, this call has chunk={chunk}; use the same")
+            if tuple(old.shape) != (rows, chunk, *new.shape[2:]):
+                raise ValueError(
+                    f"initial_state has {name} of shape {tuple(old.shape)}; it must be {(rows, chunk, *new.shape[2:])}"
+                )

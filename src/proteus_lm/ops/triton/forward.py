@@ -1,0 +1,289 @@
+"""Forward kernels of the linear memories, chunkwise, for the delta rules (DELTA) and for plain decayed writes alike.
+
+Per head, with G the running sum of the log decay inside a chunk, P = G (decayed read) or G less the token's own g (spec/linear.md 1.3):
+    A = tril(beta p k^T e^(P_r - G_j), -1);  solve = (I + A)^-1;  attend = scale tril(q k^T e^(G_r - G_j))
+    fresh = solve beta (v - e^P p S);  o = scale e^G q S + attend fresh;  S <- e^total S + (e^(total - G) k)^T fresh
+`prepare` makes solve and attend of every chunk at once; `scan` walks the chunks with the state in registers, transposed (V, K), so
+that each product's left operand is the accumulator of the one before and nothing passes through shared memory on the way.
+
+A gate shows as an open length R a chunk: loads stop there (key rows of q, k, p; value columns of v), whole shut tiles are not walked.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge(inverse, a, C: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverse of the blocks of 2 SIZE from that of the blocks of SIZE: (L + M)^-1 = L^-1 - L^-1 M L^-1 where M couples one way."""
+    r = tl.arange(0, C)[:, None] // SIZE
+    j = tl.arange(0, C)[None, :] // SIZE
+    coupling = tl.where((r % 2 == 1) & (j == r - 1), a, 0.0)
+    product = tl.dot(coupling, inverse, input_precision=PRECISION)
+    return inverse - tl.dot(inverse, product, input_precision=PRECISION)
+
+
+@triton.jit
+def unit_lower_inverse(a, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 for strictly lower a (C, C): rows of the D x D diagonal blocks by substitution in fp32, then merged."""
+    N: tl.constexpr = C // D
+    blocks = tl.reshape(a, [N, D, N, D])
+    same = tl.arange(0, N)[:, None, None, None] == tl.arange(0, N)[None, None, :, None]
+    diagonal = tl.sum(tl.where(same, blocks, 0.0), axis=2)  # (N, D, D)
+    row = tl.arange(0, D)[None, :, None]
+    x = tl.where(row == tl.arange(0, D)[None, None, :], 1.0, 0.0) + tl.zeros([N, D, D], tl.float32)
+    for i in range(1, D):
+        coefficients = tl.sum(tl.where(row == i, diagonal, 0.0), axis=1)
+        solved = tl.sum(coefficients[:, :, None] * x, axis=1)
+        x = tl.where(row == i, x - solved[:, None, :], x)
+    wide = tl.where(same, x[:, :, None, :], 0.0)
+    inverse = tl.reshape(wide, [C, C])
+    if D < C:
+        inverse = merge(inverse, a, C, D, PRECISION)
+    if 2 * D < C:
+        inverse = merge(inverse, a, C, 2 * D, PRECISION)
+    if 4 * D < C:
+        inverse = merge(inverse, a, C, 4 * D, PRECISION)
+    if 8 * D < C:
+        inverse = merge(inverse, a, C, 8 * D, PRECISION)
+    return inverse
+
+
+@triton.jit
+def prepare(
+    q, k, p, g, beta, chunks, gates, solve, attend, scale,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, D: tl.constexpr,
+    DELTA: tl.constexpr, HAS_G: tl.constexpr, HAS_P: tl.constexpr, DECAYED: tl.constexpr,
+    KEY: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: its running log decays, `attend`, and for the delta rules `solve`.
+
+    gates: fp32 (chunks, H, 3, C) = G, P, beta.  solve, attend: (chunks, H, C, C).
+    """
+    c = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    start = tl.load(chunks + c * 4).to(tl.int64)
+    count = tl.load(chunks + c * 4 + 1)
+    if count == 0:
+        return
+    limit = K
+    if KEY:
+        limit = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
+    o = tl.arange(0, C)
+    here = o < count
+    token = (start + o) * H + h
+    decay = tl.zeros([C], tl.float32)
+    if HAS_G:
+        decay = tl.load(g + token, mask=here, other=0.0).to(tl.float32)
+    running = tl.cumsum(decay, 0)
+    before = running if DECAYED else running - decay
+    slot = (c * H + h) * 3 * C
+    tl.store(gates + slot + o, running)
+
+    dtype: tl.constexpr = q.dtype.element_ty
+    read = tl.zeros([C, C], tl.float32)
+    a = tl.zeros([C, C], tl.float32)
+    for k0 in range(0, limit, KT):
+        col = k0 + tl.arange(0, KT)
+        at = token[:, None] * K + col[None, :]
+        mask = here[:, None] & (col < limit)[None, :]
+        b_k = tl.load(k + at, mask=mask, other=0.0)
+        b_q = tl.load(q + at, mask=mask, other=0.0)
+        read = tl.dot(b_q, tl.trans(b_k), read, input_precision=PRECISION)
+        if DELTA:
+            b_p = b_k
+            if HAS_P:
+                b_p = tl.load(p + at, mask=mask, other=0.0)
+            a = tl.dot(b_p, tl.trans(b_k), a, input_precision=PRECISION)
+    r = o[:, None]
+    j = o[None, :]
+    square = (c * H + h) * C * C + r * C + j
+    read *= tl.exp(tl.where(r >= j, running[:, None] - running[None, :], 0.0)) * scale
+    tl.store(attend + square, tl.where(r >= j, read, 0.0).to(dtype))
+    if DELTA:
+        strength = tl.load(beta + token, mask=here, other=0.0).to(tl.float32)
+        tl.store(gates + slot + C + o, before)
+        tl.store(gates + slot + 2 * C + o, strength)
+        a *= tl.exp(tl.where(r > j, before[:, None] - running[None, :], 0.0)) * strength[:, None]
+        a = tl.where(r > j, a, 0.0)
+        tl.store(solve + square, unit_lower_inverse(a, C, D, SOLVE_PRECISION).to(dtype))
+
+
+@triton.jit
+def project(s0, s1, s2, s3, x, token, here, limit, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
+    """(S x^T) (BV, C) over the first W tiles of key rows; x (tokens, H, K), S given as four tiles (BV, KT)."""
+    col = tl.arange(0, KT)
+    at = x + token[:, None] * K + col[None, :]
+    dtype: tl.constexpr = x.dtype.element_ty
+    b = tl.load(at, mask=here[:, None] & (col < limit)[None, :], other=0.0)
+    out = tl.dot(s0.to(dtype), tl.trans(b), input_precision=PRECISION)
+    if W > 1:
+        b = tl.load(at + KT, mask=here[:, None] & (col + KT < limit)[None, :], other=0.0)
+        out = tl.dot(s1.to(dtype), tl.trans(b), out, input_precision=PRECISION)
+    if W > 2:
+        b = tl.load(at + 2 * KT, mask=here[:, None] & (col + 2 * KT < limit)[None, :], other=0.0)
+        out = tl.dot(s2.to(dtype), tl.trans(b), out, input_precision=PRECISION)
+    if W > 3:
+        b = tl.load(at + 3 * KT, mask=here[:, None] & (col + 3 * KT < limit)[None, :], other=0.0)
+        out = tl.dot(s3.to(dtype), tl.trans(b), out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+def write(s0, s1, s2, s3, u, x, token, here, limit, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
+    """S + u x over the first W tiles; u (BV, C), x (tokens, H, K)."""
+    col = tl.arange(0, KT)
+    at = x + token[:, None] * K + col[None, :]
+    u = u.to(x.dtype.element_ty)
+    b = tl.load(at, mask=here[:, None] & (col < limit)[None, :], other=0.0)
+    s0 = tl.dot(u, b, s0, input_precision=PRECISION)
+    if W > 1:
+        b = tl.load(at + KT, mask=here[:, None] & (col + KT < limit)[None, :], other=0.0)
+        s1 = tl.dot(u, b, s1, input_precision=PRECISION)
+    if W > 2:
+        b = tl.load(at + 2 * KT, mask=here[:, None] & (col + 2 * KT < limit)[None, :], other=0.0)
+        s2 = tl.dot(u, b, s2, input_precision=PRECISION)
+    if W > 3:
+        b = tl.load(at + 3 * KT, mask=here[:, None] & (col + 3 * KT < limit)[None, :], other=0.0)
+        s3 = tl.dot(u, b, s3, input_precision=PRECISION)
+    return s0, s1, s2, s3
+
+
+@triton.jit
+def fade(s, factor, column, first, limit, KT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CARRIED: tl.constexpr):
+    """Decay the open part of a tile (BV, KT). Only a state that was handed in can hold anything in the locked part."""
+    out = s * factor
+    if CARRIED and KEY:
+        out = tl.where((first + tl.arange(0, KT) < limit)[None, :], out, s)
+    if CARRIED and VALUE:
+        out = tl.where((column < limit)[:, None], out, s)
+    return out
+
+
+@triton.jit
+def put(out, s0, s1, s2, s3, column, K: tl.constexpr, V: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
+    """Store W tiles (BV, KT) of a transposed state into `out` (V, K)."""
+    col = tl.arange(0, KT)
+    at = out + column[:, None] * K + col[None, :]
+    ok = (column < V)[:, None]
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(at, s0.to(dtype), mask=ok & (col < K)[None, :])
+    if W > 1:
+        tl.store(at + KT, s1.to(dtype), mask=ok & (col + KT < K)[None, :])
+    if W > 2:
+        tl.store(at + 2 * KT, s2.to(dtype), mask=ok & (col + 2 * KT < K)[None, :])
+    if W > 3:
+        tl.store(at + 3 * KT, s3.to(dtype), mask=ok & (col + 3 * KT < K)[None, :])
+
+
+@triton.jit
+def carry_in(state, column, first, K: tl.constexpr, V: tl.constexpr, KT: tl.constexpr):
+    """One tile (BV, KT), fp32, of a state (K, V) in memory."""
+    row = first + tl.arange(0, KT)
+    at = state + row[None, :] * V + column[:, None]
+    return tl.load(at, mask=(row < K)[None, :] & (column < V)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def carry_out(state, s, column, first, K: tl.constexpr, V: tl.constexpr, KT: tl.constexpr):
+    row = first + tl.arange(0, KT)
+    at = state + row[None, :] * V + column[:, None]
+    tl.store(at, s, mask=(row < K)[None, :] & (column < V)[:, None])
+
+
+@triton.jit
+def scan(
+    q, k, p, v, gates, solve, attend, chunks, documents, initial, out, fresh, states, final, scale, N,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr,
+    TILES: tl.constexpr, DELTA: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One document, one head, BV value columns: the whole walk. The tile that opens first is the longest walk and starts first.
+
+    initial, final: fp32 (N, H, K, V).  fresh: as v.  states: (chunks, H, V, K), the state before each chunk.
+    """
+    lane = tl.program_id(0) % (N * H)
+    tile = tl.program_id(0) // (N * H)
+    document = lane // H
+    h = (lane % H).to(tl.int64)
+    column = tile * BV + tl.arange(0, BV)
+    o = tl.arange(0, C)
+    dtype: tl.constexpr = v.dtype.element_ty
+    s0 = tl.zeros([BV, KT], tl.float32)
+    s1 = s0
+    s2 = s0
+    s3 = s0
+    where = (document * H + h).to(tl.int64) * K * V
+    if HAS_INITIAL:
+        s0 = carry_in(initial + where, column, 0, K, V, KT)
+        if NK > 1:
+            s1 = carry_in(initial + where, column, KT, K, V, KT)
+        if NK > 2:
+            s2 = carry_in(initial + where, column, 2 * KT, K, V, KT)
+        if NK > 3:
+            s3 = carry_in(initial + where, column, 3 * KT, K, V, KT)
+    table = documents + document * (2 + TILES)
+    low = tl.load(table)
+    if VALUE:
+        opens = tl.load(table + 2 + tile * (BV // 16))
+        for c in range(low, opens):
+            start = tl.load(chunks + c * 4).to(tl.int64)
+            here = o < tl.load(chunks + c * 4 + 1)
+            at = ((start + o) * H + h)[None, :] * V + column[:, None]
+            tl.store(out + at, tl.zeros([BV, C], dtype), mask=here[None, :] & (column < V)[:, None])
+        low = opens
+    for phase in tl.static_range(0, NK):
+        high = tl.load(table + 1)
+        if phase < NK - 1:
+            high = tl.load(table + 2 + (phase + 1) * (KT // 16))
+        for c in tl.range(low, high, num_stages=STAGES):
+            start = tl.load(chunks + c * 4).to(tl.int64)
+            here = o < tl.load(chunks + c * 4 + 1)
+            width = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
+            token = (start + o) * H + h
+            keys = width if KEY else K
+            values = width if VALUE else V
+            slot = c * H + h
+            running = tl.load(gates + slot * 3 * C + o)
+            total = tl.load(gates + slot * 3 * C + C - 1)
+            if SAVE:
+                put(states + slot * V * K, s0, s1, s2, s3, column, K, V, KT, phase + 1)
+            at = token[None, :] * V + column[:, None]
+            u = tl.load(v + at, mask=here[None, :] & (column < values)[:, None], other=0.0)
+            square = slot * C * C + o[:, None] * C + o[None, :]
+            if DELTA:
+                before = tl.load(gates + slot * 3 * C + C + o)
+                strength = tl.load(gates + slot * 3 * C + 2 * C + o)
+                guess = project(s0, s1, s2, s3, p, token, here, keys, K, KT, phase + 1, PRECISION)
+                rest = (u.to(tl.float32) - guess * tl.exp(before)[None, :]) * strength[None, :]
+                if VALUE and HAS_INITIAL:
+                    rest = tl.where((column < values)[:, None], rest, 0.0)
+                u = tl.dot(rest.to(dtype), tl.trans(tl.load(solve + square)), input_precision=PRECISION).to(dtype)
+                if SAVE:
+                    tl.store(fresh + at, u, mask=here[None, :] & (column < V)[:, None])
+            y = project(s0, s1, s2, s3, q, token, here, keys, K, KT, phase + 1, PRECISION) * (tl.exp(running) * scale)[None, :]
+            y = tl.dot(u, tl.trans(tl.load(attend + square)), y, input_precision=PRECISION)
+            if VALUE and HAS_INITIAL:
+                y = tl.where((column < values)[:, None], y, 0.0)
+            tl.store(out + at, y.to(dtype), mask=here[None, :] & (column < V)[:, None])
+            factor = tl.exp(total)
+            s0 = fade(s0, factor, column, 0, width, KT, KEY, VALUE, HAS_INITIAL)
+            if phase > 0:
+                s1 = fade(s1, factor, column, KT, width, KT, KEY, VALUE, HAS_INITIAL)
+            if phase > 1:
+                s2 = fade(s2, factor, column, 2 * KT, width, KT, KEY, VALUE, HAS_INITIAL)
+            if phase > 2:
+                s3 = fade(s3, factor, column, 3 * KT, width, KT, KEY, VALUE, HAS_INITIAL)
+            u = u.to(tl.float32) * tl.exp(total - running)[None, :]
+            s0, s1, s2, s3 = write(s0, s1, s2, s3, u, k, token, here, keys, K, KT, phase + 1, PRECISION)
+        low = high
+    if HAS_FINAL:
+        carry_out(final + where, s0, column, 0, K, V, KT)
+        if NK > 1:
+            carry_out(final + where, s1, column, KT, K, V, KT)
+        if NK > 2:
+            carry_out(final + where, s2, column, 2 * KT, K, V, KT)
+        if NK > 3:
+            carry_out(final + where, s3, column, 3 * KT, K, V, KT)

@@ -1,0 +1,280 @@
+"""The linear memories' chunkwise core on Triton: one opaque operation for every rule, forward and backward, and its launches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from proteus_lm.ops.triton import backward, forward
+from proteus_lm.ops.triton.plan import TILE, Plan, build, capacity, regular
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# rule -> (writes an error, error against the decayed state)
+RULES = {"retention": (False, False), "delta_rule": (True, False), "gated_delta_rule": (True, True), "comba": (True, False)}
+DIAGONAL = 16  # block solved by substitution; larger ones are merged by products
+
+
+class Shape(NamedTuple):
+    """Sizes and flags the kernels are compiled for."""
+
+    rows: int
+    length: int
+    heads: int
+    keys: int
+    values: int
+    documents: int
+    chunk: int
+    key_tile: int
+    key_tiles: int
+    value_tile: int
+    key_gate: bool
+    value_gate: bool
+    align: int
+    tiles: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+def _shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, axis: str, blocks: int) -> Shape:
+    rows, length, heads, keys = q.shape
+    values, gated = v.shape[-1], blocks > 1
+    key_gate, value_gate = gated and axis == "key", gated and axis == "value"
+    wide = max(16, triton.next_power_of_2(keys))
+    tiles = min(4, wide // 16) if key_gate else 1
+    dim = keys if axis == "key" else values
+    # Open lengths are multiples of dim // blocks, or dim: what the compiler may assume of them to load 16 bytes at a time.
+    width = dim // blocks if gated else dim
+    align = next(a for a in (16, 8, 4, 2, 1) if width % a == 0 and dim % a == 0)
+    chunk = 32 if q.dtype == torch.float32 and wide > 64 else 64
+    return Shape(
+        *(rows, length, heads, keys, values),
+        documents=rows if cu_seqlens is None else len(cu_seqlens) - 1,
+        chunk=chunk,
+        key_tile=wide // tiles,
+        key_tiles=tiles,
+        value_tile=min(64, max(16, triton.next_power_of_2(values))),
+        key_gate=key_gate,
+        value_gate=value_gate,
+        align=align,
+        tiles=-(-dim // TILE) if gated else 1,
+    )
+
+
+def _plan(s: Shape, active: Tensor | None, segments: Sequence[int] | None, cu_seqlens: Tensor | None, blocks: int, device: torch.device) -> Plan:  # fmt: skip
+    dim = (s.keys if s.key_gate else s.values) if s.key_gate or s.value_gate else TILE
+    if active is None and cu_seqlens is None:
+        whole = tuple(segments) if segments is not None and blocks > 1 else (0, s.length, dim)
+        return regular(s.rows, s.length, whole, dim, s.chunk, device)
+    bounds = torch.arange(s.rows + 1, device=device) * s.length if cu_seqlens is None else cu_seqlens
+    flat = None if active is None else active.expand(s.rows, s.length).reshape(-1)
+    return build(bounds, flat, s.tokens, dim, s.chunk, _chunks(s, active, segments, cu_seqlens, blocks))
+
+
+def _chunks(s: Shape, active: Tensor | None, segments: Sequence[int] | None, cu_seqlens: Tensor | None, blocks: int) -> int:
+    if active is None and cu_seqlens is None and (segments is None or blocks == 1):
+        segments = (0, s.length, 0)
+    return capacity(s.tokens, s.documents, blocks, None if cu_seqlens is not None else segments, s.chunk)
+
+
+def _flags(s: Shape, rule: str, g: Tensor | None, p: Tensor | None) -> dict[str, Any]:
+    delta, decayed = RULES[rule]
+    return {"DELTA": delta, "HAS_G": g is not None, "HAS_P": p is not None, "DECAYED": decayed}
+
+
+def _gate(s: Shape) -> dict[str, Any]:
+    # The interpreter multiplies fp32 exactly; on the device fp32 runs through tf32, which is what `allow` promises (1e-3).
+    precision = "ieee" if INTERPRETED else "tf32"
+    return {"KEY": s.key_gate, "ALIGN": s.align, "PRECISION": precision}
+
+
+def _walk(s: Shape, rule: str, half: bool) -> dict[str, Any]:
+    return {
+        **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": s.key_tile, "NK": s.key_tiles, "BV": s.value_tile},
+        **{"TILES": s.tiles, "DELTA": RULES[rule][0], "VALUE": s.value_gate, **_gate(s)},
+        **{"STAGES": 2 if half and s.keys <= 128 else 1, "num_warps": 4},
+    }
+
+
+@torch.library.custom_op("proteus_triton::linear", mutates_args=())
+def linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    active: Tensor | None,
+    cu_seqlens: Tensor | None,
+    segments: Sequence[int] | None,
+    blocks: int,
+    rule: str,
+    axis: str,
+    scale: float,
+    output_final_state: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The whole forward. All of q, k, v, p in one type, contiguous; initial_state fp32 (N, H, K, V).
+
+    Args:
+        active: int (1 or B, T), open coordinates, where the host does not know them; else None.
+        segments: flat (first token, past the last, open) of every stage where all rows agree; None for all open.
+        save: keep what the backward needs.
+
+    Returns:
+        out, final state, then gates, solve, attend, fresh, states, chunks, documents (see `forward`); empty where not asked for.
+    """
+    s = _shape(q, v, cu_seqlens, axis, blocks)
+    plan = _plan(s, active, segments, cu_seqlens, blocks, q.device)
+    n, delta = len(plan.chunks), RULES[rule][0]
+    f32 = {"device": q.device, "dtype": torch.float32}
+    gates = torch.empty(n, s.heads, 3, s.chunk, **f32)
+    attend = q.new_empty(n, s.heads, s.chunk, s.chunk)
+    solve = torch.empty_like(attend) if delta else q.new_empty(0)
+    out = torch.empty_like(v)
+    fresh = torch.empty_like(v) if save and delta else q.new_empty(0)
+    states = q.new_empty(n, s.heads, s.values, s.keys) if save else q.new_empty(0)
+    final = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if output_final_state else torch.empty(0, **f32)
+    half = q.dtype != torch.float32
+    forward.prepare[(n * s.heads,)](
+        *(q, k, p, g, beta, plan.chunks, gates, solve, attend, scale),
+        **{"H": s.heads, "K": s.keys, "C": s.chunk, "KT": min(64, s.key_tile), "D": DIAGONAL},
+        **_flags(s, rule, g, p),
+        **_gate(s),
+        SOLVE_PRECISION="ieee" if INTERPRETED else "tf32" if half else "tf32x3",
+        num_warps=4,
+    )
+    forward.scan[(s.documents * s.heads * -(-s.values // s.value_tile),)](
+        *(q, k, k if p is None else p, v, gates, solve, attend, plan.chunks, plan.documents),
+        *(initial_state, out, fresh, states, final, scale, s.documents),
+        HAS_INITIAL=initial_state is not None,
+        HAS_FINAL=output_final_state,
+        SAVE=save,
+        **_walk(s, rule, half),
+    )
+    return out, final, gates, solve, attend, fresh, states, plan.chunks, plan.documents
+
+
+@linear.register_fake
+def _(q, k, v, p, g, beta, initial_state, active, cu_seqlens, segments, blocks, rule, axis, scale, output_final_state, save):  # noqa: ANN001, ANN202
+    s = _shape(q, v, cu_seqlens, axis, blocks)
+    n, delta = _chunks(s, active, segments, cu_seqlens, blocks), RULES[rule][0]
+    f32 = {"device": q.device, "dtype": torch.float32}
+    i32 = {"device": q.device, "dtype": torch.int32}
+    square = q.new_empty(n, s.heads, s.chunk, s.chunk)
+    return (
+        torch.empty_like(v),
+        torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if output_final_state else torch.empty(0, **f32),
+        torch.empty(n, s.heads, 3, s.chunk, **f32),
+        torch.empty_like(square) if delta else q.new_empty(0),
+        square,
+        torch.empty_like(v) if save and delta else q.new_empty(0),
+        q.new_empty(n, s.heads, s.values, s.keys) if save else q.new_empty(0),
+        torch.empty(n, 4, **i32),
+        torch.empty(s.documents, 2 + s.tiles, **i32),
+    )
+
+
+@torch.library.custom_op("proteus_triton::linear_backward", mutates_args=())
+def linear_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    has_initial: bool,
+    gates: Tensor,
+    solve: Tensor,
+    attend: Tensor,
+    fresh: Tensor,
+    states: Tensor,
+    chunks: Tensor,
+    documents: Tensor,
+    do: Tensor,
+    dfinal: Tensor | None,
+    cu_seqlens: Tensor | None,
+    blocks: int,
+    rule: str,
+    axis: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, p, g, beta and the initial state; empty where there was no such input."""
+    s = _shape(q, v, cu_seqlens, axis, blocks)
+    delta, half = RULES[rule][0], q.dtype != torch.float32
+    f32 = {"device": q.device, "dtype": torch.float32}
+    empty = torch.empty(0, **f32)
+    error, dq, dk = torch.empty_like(v), torch.empty_like(q), torch.empty_like(k)
+    dv = torch.empty_like(v) if delta else error
+    dp = torch.empty_like(k) if p is not None else q.new_empty(0)
+    dg = torch.empty(s.rows, s.length, s.heads, **f32) if g is not None else empty
+    dbeta = torch.empty(s.rows, s.length, s.heads, **f32) if delta else torch.empty_like(empty)
+    dstates = torch.empty_like(states)
+    dinitial = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if has_initial else torch.empty_like(empty)
+    backward.reverse[(s.documents * s.heads * -(-s.values // s.value_tile),)](
+        *(q, k, k if p is None else p, gates, solve, attend, chunks, documents, do, dfinal),
+        *(error, dstates, dinitial, scale, s.documents),
+        HAS_INITIAL=has_initial,
+        HAS_FINAL=dfinal is not None,
+        **_walk(s, rule, half),
+    )
+    tile = min(s.key_tile, 64 if half else 32)
+    backward.gradients[(len(chunks) * s.heads,)](
+        *(q, k, p, v, gates, chunks, do, fresh if delta else v, error, states, dstates, dq, dk, dp, dv, dg, dbeta, scale),
+        **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": tile, "BV": min(s.value_tile, 64)},
+        **{"VALUE": s.value_gate, "STAGES": 2 if half else 1, "num_warps": 4},
+        **_flags(s, rule, g, p),
+        **_gate(s),
+    )
+    return dq, dk, dv, dp, dg, dbeta, dinitial
+
+
+@linear_backward.register_fake
+def _(q, k, v, p, g, beta, has_initial, gates, solve, attend, fresh, states, chunks, documents, do, dfinal, cu_seqlens, blocks, rule, axis, scale):  # noqa: ANN001, ANN202, E501
+    s = _shape(q, v, cu_seqlens, axis, blocks)
+    f32 = {"device": q.device, "dtype": torch.float32}
+    row = (s.rows, s.length, s.heads)
+    return (
+        torch.empty_like(q),
+        torch.empty_like(k),
+        torch.empty_like(v),
+        torch.empty_like(k) if p is not None else q.new_empty(0),
+        torch.empty(row if g is not None else (0,), **f32),
+        torch.empty(row if RULES[rule][0] else (0,), **f32),
+        torch.empty((s.documents, s.heads, s.keys, s.values) if has_initial else (0,), **f32),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:  # noqa: ANN401
+    q, k, v, p, g, beta, initial, _, cu_seqlens, _, blocks, rule, axis, scale, has_final, _ = inputs
+    ctx.save_for_backward(q, k, v, p, g, beta, cu_seqlens, *output[2:])
+    ctx.rest = (blocks, rule, axis, scale)
+    ctx.has_initial, ctx.has_final = initial is not None, has_final
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None, *_: Tensor) -> tuple:  # noqa: ANN401
+    q, k, v, p, g, beta, cu_seqlens, *saved = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(v)
+    dfinal = dfinal.float().contiguous() if ctx.has_final and dfinal is not None else None
+    dq, dk, dv, dp, dg, dbeta, dinitial = linear_backward(
+        *(q, k, v, p, g, beta, ctx.has_initial, *saved, do.to(v.dtype).contiguous(), dfinal, cu_seqlens, *ctx.rest)
+    )
+    return (
+        *(dq, dk, dv, dp if p is not None else None),
+        dg.to(g.dtype) if g is not None else None,
+        dbeta.to(beta.dtype) if beta is not None else None,
+        dinitial if ctx.has_initial else None,
+        *(None,) * 9,
+    )
+
+
+linear.register_autograd(_backward, setup_context=_setup)

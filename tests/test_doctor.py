@@ -1,0 +1,66 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from proteus_lm import doctor, ops
+from proteus_lm.ops import reference
+from proteus_lm.ops.backend import OPERATIONS
+
+
+def test_every_operation_passes_on_this_machine_and_the_exit_code_says_so():
+    lines = []
+    assert doctor.doctor(lines.append) == 0
+    for operation in OPERATIONS:
+        assert any(line.strip().startswith(f"pass {operation} ") for line in lines), operation
+    assert lines[-1] == "All checks pass."
+
+
+@pytest.mark.parametrize("where", ["output", "state", "gradient"])
+def test_a_wrong_kernel_is_found_wherever_it_is_wrong(monkeypatch, where):
+    def wrong(q, k, v, beta, **keywords):
+        if where == "gradient":  # right values, wrong gradient of k
+            k = 1.01 * k - (0.01 * k).detach()
+        out, state = reference.delta_rule(q, k, v, beta, **keywords)
+        return (out * 1.001 if where == "output" else out), (state * 1.001 if where == "state" else state)
+
+    monkeypatch.setattr(ops, "delta_rule", wrong)
+    checks = {check.operation: check for check in doctor.self_check("cpu")}
+    assert not checks["delta_rule"].passed
+    assert where in checks["delta_rule"].worst or where == "output"  # a wrong output makes its gradients wrong too
+    assert all(check.passed for name, check in checks.items() if name != "delta_rule")
+    assert doctor.doctor(lambda line: None) == 1
+
+
+def test_a_kernel_that_gives_no_number_fails(monkeypatch):
+    def nothing(*args, **keywords):
+        out, state = reference.comba(*args, **keywords)
+        return out, state * torch.nan
+
+    monkeypatch.setattr(ops, "comba", nothing)
+    check = next(c for c in doctor.self_check("cpu") if c.operation == "comba")
+    assert (check.passed, check.worst) == (False, "state 0")
+
+
+def test_a_kernel_that_raises_is_a_failed_check_with_its_message(monkeypatch):
+    def broken(*args, **keywords):
+        raise RuntimeError("shared memory\nis too small")
+
+    monkeypatch.setattr(ops, "retention", broken)
+    check = next(c for c in doctor.self_check("cpu") if c.operation == "retention")
+    assert not check.passed
+    assert check.message == "RuntimeError: shared memory is too small"
+
+
+def test_packages_that_are_not_there_are_named():
+    rows = dict(doctor.versions())
+    assert rows["torch"] == torch.__version__
+    assert rows["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert all(rows.values())
+
+
+def test_the_package_imports_and_checks_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import proteus_lm; from proteus_lm.doctor import doctor; sys.exit(doctor())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

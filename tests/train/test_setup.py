@@ -1,0 +1,86 @@
+"""Wrong inputs are clear errors before the first step, and leave no run behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from proteus_lm.train.loop import train
+from proteus_lm.train.recipe import RecipeError, TrainRecipe
+from proteus_lm.train.setup import choose_device
+
+
+def test_cuda_that_is_not_here_is_an_error_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match="no CUDA device; use auto or cpu"):
+        choose_device(TrainRecipe(steps=1, device="cuda"))
+    assert choose_device(TrainRecipe(steps=1, device="auto")).type == "cpu"
+
+
+def test_bf16_on_a_device_without_it_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Old GPU")
+    with pytest.raises(RecipeError, match="Old GPU does not support"):
+        choose_device(TrainRecipe(steps=1, precision="bf16"))
+    assert choose_device(TrainRecipe(steps=1, precision="fp32")).type == "cuda"
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(recipe, tmp_path):
+    with pytest.raises(RecipeError, match=r"model\.vocab_size is 256.*has 257 tokens"):
+        train(recipe(vocab_size=256), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wider_vocabulary_is_kept(recipe, tmp_path):
+    run = train(recipe(vocab_size=300, steps=1), tmp_path / "run")
+    assert run.load_model().config.vocab_size == 300
+
+
+def test_a_context_longer_than_every_document_is_an_error_unless_allowed(recipe, tmp_path):
+    with pytest.raises(ValueError, match=r"context of 900 tokens is longer than any document.*allow_short_documents"):
+        train(recipe(context=900), tmp_path / "run")
+    run = train(recipe(context=900, allow_short_documents=True, steps=1), tmp_path / "run")
+    assert run.metrics()[0]["tokens"] == 4 * 900
+
+
+def test_a_folder_without_data_is_an_error_that_names_it(recipe, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing-here"):
+        train(recipe(path=str(tmp_path / "nothing-here")), tmp_path / "run")
+
+
+def test_a_tokenizer_that_did_not_make_the_shards_is_an_error(recipe, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    tokenizer = json.loads((tmp_path / "data/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "data/tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises((RecipeError, ValueError), match="tokenizer"):
+        train(recipe(path=str(tmp_path / "data")), tmp_path / "run")
+
+
+def test_a_truncated_shard_is_an_error(recipe, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    shard = next((tmp_path / "data/train").glob("*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=shard.name):
+        train(recipe(path=str(tmp_path / "data")), tmp_path / "run")
+
+
+def test_moved_data_are_the_same_data_and_other_data_are_not(recipe, data, tmp_path):
+    train(recipe(), tmp_path / "run", stop_at=2)
+    shutil.copytree(data, tmp_path / "moved")
+    assert train(recipe(path=str(tmp_path / "moved")), tmp_path / "run", stop_at=3).steps[-1] == 3
+    manifest = json.loads((tmp_path / "moved/manifest.json").read_text())
+    manifest["source"] = {"kind": "another"}
+    (tmp_path / "moved/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RecipeError, match=r"the data \(hash of the manifest"):
+        train(recipe(path=str(tmp_path / "moved")), tmp_path / "run")
+
+
+def test_an_unknown_way_to_resume_names_the_choices(recipe, tmp_path):
+    with pytest.raises(ValueError, match="auto, never, restart"):
+        train(recipe(), tmp_path / "run", resume="perhaps")
