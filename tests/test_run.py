@@ -125,6 +125,13 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused(copy):
         Run.open(copy).load_model(4)
 
 
+def test_weights_overwritten_with_something_else_are_refused(copy):
+    path = checkpoint_path(copy, 4) / "model.safetensors"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        Run.open(copy).load_model()
+
+
 def test_data_that_have_gone_are_named(copy):
     text = (copy / "recipe.yaml").read_text()
     (copy / "recipe.yaml").write_text(text.replace("/data\n", "/gone\n"))

@@ -72,10 +72,11 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         config.check()
         self.schedule = config.schedule
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        with torch.random.fork_rng(devices=[]):  # torch's own first values shall not count: one seed, one model, however it is made
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
         self.mark_no_decay()
 
@@ -102,9 +103,12 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Give every parameter its initial value, from the global random state: for a model made on the meta device and emptied."""
-        self.tie_weights()
+        """Give every parameter its initial value from the global random state, as the constructor does.
+
+        For a model made on the meta device: `to_empty(device=...)`, a seed, then this.
+        """
         self.apply(self._init_weights)
+        self.tie_weights()
         self.mark_no_decay()
 
     def _init_weights(self, module: nn.Module) -> None:

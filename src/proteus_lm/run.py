@@ -90,12 +90,14 @@ class Run:
         Raises:
             FileNotFoundError, ValueError: as `checkpoint`, and when the weights are not those of the configuration beside them.
         """
+        from safetensors import SafetensorError
+
         from proteus_lm.model import ProteusForCausalLM
 
         folder = self.checkpoint(step)
         try:
             model, report = ProteusForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, output_loading_info=True)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise ValueError(f"checkpoint {folder} cannot be loaded: {error}") from error
         wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
         if wrong:

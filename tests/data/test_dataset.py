@@ -109,7 +109,7 @@ def test_another_tokenizer_than_the_one_of_the_shards_is_an_error(folder, tmp_pa
 
 
 def test_a_folder_that_is_not_prepared_data_is_named(tmp_path, folder):
-    with pytest.raises(FileNotFoundError, match="not prepared data: it has no manifest.json; make it with proteus prepare"):
+    with pytest.raises(FileNotFoundError, match=r"not prepared data: it has no manifest.json; make it with proteus prepare"):
         TokenDataset(tmp_path / "none")
     with pytest.raises(ValueError, match=r"no split 'validation' \(it has: train\)"):
         TokenDataset(folder, "validation")

@@ -84,8 +84,8 @@ def test_the_global_batch_is_the_same_whatever_the_world_size(dataset, world_siz
 
 def test_the_order_is_that_of_earlier_releases(dataset):
     """Numbers noted when this was written: a resumed run must meet the windows it would have met."""
-    assert make(dataset).window_indices(0) == EXPECTED_FIRST
-    assert make(dataset).window_indices(1000) == EXPECTED_LATER
+    assert make(dataset).window_indices(0) == [43, 78, 71, 6]
+    assert make(dataset).window_indices(1000) == [65, 10, 7, 61]
 
 
 def test_cu_seqlens_bound_the_documents_of_the_inputs(dataset):
@@ -116,7 +116,9 @@ def test_a_context_longer_than_any_document_is_an_error_unless_allowed(dataset):
 def test_fewer_windows_than_a_global_batch_is_an_error(dataset):
     windows = make(dataset).windows
     assert make(dataset, batch_size=windows).steps_per_epoch == 1
-    with pytest.raises(ValueError, match=f"{windows} windows of 16 tokens, fewer than one global batch of {2 * windows}; use a smaller"):
+    with pytest.raises(
+        ValueError, match=f"{windows} windows of 16 tokens, fewer than one global batch of {2 * windows}; use a smaller"
+    ):
         make(dataset, batch_size=windows, world_size=2)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import multiprocessing
 import os
 import random
+import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +21,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from proteus_lm.data.dataset import TokenDataset
-from proteus_lm.data.files import file_sha256
+from proteus_lm.data.files import WriteError, file_sha256
 from proteus_lm.data.prepare import document_place, prepare
-from proteus_lm.data.shards import Manifest
+from proteus_lm.data.shards import ShardWriter, Split
+from proteus_lm.data.sources import open_source
 from proteus_lm.data.tokenizer import load_tokenizer
 
 OPTIONS = {"validation_fraction": 0.2, "shard_tokens": 3000, "progress": False}
@@ -64,7 +70,7 @@ def test_documents_come_back_as_written_each_with_its_end_token(tmp_path, rows):
         ids = [data.document(i) for i in range(data.documents)]
         assert all(document[-1] == 256 for document in ids)
         texts = [data.tokenizer.decode(document[:-1]) for document in ids]
-        expected = [t for t in make_texts() if (document_place(t, 0) < 0.2) == (name == "validation")]
+        expected = [t for t in make_texts() if (document_place(t.encode(), 0) < 0.2) == (name == "validation")]
         assert texts == expected
         assert (split.documents, split.tokens) == (len(texts), sum(map(len, ids))) == (data.documents, data.tokens)
         assert split.bytes == data.bytes == sum(len(text.encode()) for text in texts)
@@ -74,20 +80,14 @@ def test_documents_come_back_as_written_each_with_its_end_token(tmp_path, rows):
     assert sorted(found) == sorted(make_texts()) and len(manifest.splits["train"].shards) > 3
 
 
-def test_the_bytes_are_the_same_whatever_the_workers(tmp_path, rows, shared_or_byte="byte"):
-    for workers in (0, 2):
-        prepare(rows, shared_or_byte, tmp_path / f"out{workers}", workers=workers, **OPTIONS)
-    assert content(tmp_path / "out0") == content(tmp_path / "out2")
-    assert {"manifest.json", "tokenizer.json", "tokenizer_config.json"} < set(content(tmp_path / "out0"))
-
-
-def test_workers_give_the_ids_of_a_tokenizer_file_too(tmp_path, wide_tokenizer):
+def test_the_bytes_are_the_same_whatever_the_workers(tmp_path, wide_tokenizer):
     rows = write_rows(tmp_path / "rows.jsonl", [f"w{i} w{70_000 - i} unknown" for i in range(1, 700)])
-    for workers in (0, 1):
-        prepare(rows, wide_tokenizer, tmp_path / f"out{workers}", workers=workers, **OPTIONS)
-    assert content(tmp_path / "out0") == content(tmp_path / "out1")
-    data = TokenDataset(tmp_path / "out1", "train")
+    for workers in (0, 2):
+        prepare(rows, wide_tokenizer, tmp_path / f"out{workers}", workers=workers, **OPTIONS | {"shard_tokens": 400})
+    assert content(tmp_path / "out0") == content(tmp_path / "out2")
+    data = TokenDataset(tmp_path / "out2", "train")
     assert data.manifest.dtype == "uint32" and data.read(0, data.tokens).max() == 70_000
+    assert len(data.manifest.splits["train"].shards) > 3
 
 
 def test_the_split_follows_the_text_and_the_seed_alone(tmp_path, rows):
@@ -112,7 +112,7 @@ def test_uint16_where_the_vocabulary_fits_and_uint32_on_demand(tmp_path, rows):
 
 
 def test_a_vocabulary_too_large_for_the_type_is_an_error_at_once(tmp_path, rows, wide_tokenizer):
-    with pytest.raises(ValueError, match="70001 tokens of .* do not fit uint16; use uint32 or auto"):
+    with pytest.raises(ValueError, match=r"70001 tokens of .* do not fit uint16; use uint32 or auto"):
         prepare(rows, wide_tokenizer, tmp_path / "out", dtype="uint16", **OPTIONS)
     with pytest.raises(ValueError, match="dtype is 'int8'"):
         prepare(rows, "byte", tmp_path / "out", dtype="int8", **OPTIONS)
@@ -155,7 +155,7 @@ def test_a_source_or_tokenizer_that_changed_is_another_call(tmp_path, rows, wide
     with pytest.raises(FileExistsError, match="tokenizer hash was"):
         prepare(rows, wide_tokenizer, out, **OPTIONS)
     write_rows(rows, make_texts(59))
-    with pytest.raises(FileExistsError, match="source bytes was .*source sha256 was"):
+    with pytest.raises(FileExistsError, match=r"source bytes was .*source sha256 was"):
         prepare(rows, "byte", out, **OPTIONS)
 
 
@@ -232,13 +232,26 @@ def test_a_number_outside_its_range_is_named(tmp_path, rows, option, value):
         prepare(rows, "byte", tmp_path / "out", **OPTIONS | {option: value})
 
 
-def test_a_bad_row_loses_no_whole_shard_and_the_mended_source_starts_over_cleanly(tmp_path, rows, capsys):
+@pytest.mark.parametrize("place", ["last", "first"])
+def test_a_bad_row_loses_no_whole_shard_and_the_mended_source_goes_on(tmp_path, rows, capsys, monkeypatch, place):
+    monkeypatch.setattr("proteus_lm.data.prepare._BATCH_DOCUMENTS", 5)
     good = rows.read_text()
     rows.write_text(good + '{"body": 1}\n')
     with pytest.raises(ValueError, match="line 61: no field 'text'"):
-        prepare(rows, "byte", tmp_path / "out", **OPTIONS)
-    assert not (tmp_path / "out").exists()
-    rows.write_text(good)
+        prepare(rows, "byte", tmp_path / "out", **OPTIONS | {"progress": True})
+    assert "whole shards are kept" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    more = '{"text": "mended"}\n'
+    rows.write_text(good + more if place == "last" else more + good)
+    prepare(rows, "byte", tmp_path / "out", **OPTIONS | {"progress": True})
+    assert ("the source has changed" in capsys.readouterr().err) == (place == "first")
+    prepare(rows, "byte", tmp_path / "fresh", **OPTIONS)
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("count", [30, 59, 61, 90])
+def test_a_source_cut_or_grown_after_an_interruption_gives_what_a_fresh_call_gives(tmp_path, rows, count):
+    assert prepare_in_fork(rows, tmp_path / "out", 1, ("rename",)) == -signal.SIGKILL  # all shards whole, the last ones short
+    write_rows(rows, [*make_texts(60), *make_texts(90)[60:]][:count])
     prepare(rows, "byte", tmp_path / "out", **OPTIONS)
     prepare(rows, "byte", tmp_path / "fresh", **OPTIONS)
     assert content(tmp_path / "out") == content(tmp_path / "fresh")
@@ -256,97 +269,120 @@ def test_a_full_disk_names_path_and_bytes_and_leaves_the_old_folder_as_it_was(tm
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"could not write .*\.out\.partial.*: No space left.*; \d+ bytes needed, \d+ bytes free") as caught:
+    with pytest.raises(
+        OSError, match=r"could not write .*\.out\.partial.*: No space left.*; \d+ bytes needed, \d+ bytes free"
+    ) as caught:
         prepare(rows, "byte", out, overwrite=True, **OPTIONS | {"split_seed": 1})
     assert caught.value.errno == errno.ENOSPC
     assert content(out) == before and sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
-CHILD = """
-import os, resource, signal, sys
-from pathlib import Path
-from proteus_lm.data.prepare import prepare
+def die_at(moment: int, owner: object, name: str, steps: Iterator[int]) -> None:
+    """Let this process be killed when the call `owner.name` takes the number `moment` from the shared `steps`."""
+    real = getattr(owner, name)
 
-def kill_at(owner, name, count):
-    real, calls = getattr(owner, name), iter(range(1, 1000))
     def counted(*arguments):
-        if next(calls) == count:
+        if next(steps) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments)
+
     setattr(owner, name, counted)
 
-source, out, action = sys.argv[1:4]
-workers, overwrite = 0, False
-exec(action)
-prepare(source, "byte", out, validation_fraction=0.2, shard_tokens=3000, progress=False, workers=workers, overwrite=overwrite)
-"""
+
+def prepare_in_fork(source: Path, out: Path, moment: int, names: tuple[str, ...], **options) -> int:
+    """`prepare` in a process of its own, killed at the given call (from 1) of those that reach the disk; its exit status."""
+
+    def work() -> None:
+        steps = itertools.count(1)
+        for name in names:
+            die_at(moment, os if name == "fsync" else Path, name, steps)
+        prepare(source, "byte", out, **OPTIONS | options)
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    return child.exitcode if child.exitcode is not None else 1
 
 
-def run_child(source: Path, out: Path, action: str) -> subprocess.CompletedProcess[str]:
-    """`prepare` in a process of its own; returns when it and all processes it started have ended."""
-    command = [sys.executable, "-c", CHILD, str(source), str(out), action]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, rows, capsys):
+    large = {"shard_tokens": 12_000}
+    shards = prepare(rows, "byte", tmp_path / "fresh", **OPTIONS | large).splits["train"].shards
+    fresh, continued = content(tmp_path / "fresh"), 0
+    for moment in itertools.count(1):
+        out = tmp_path / f"out{moment}"
+        if prepare_in_fork(rows, out, moment, ("fsync", "replace", "rename"), **large) == 0:
+            break
+        assert not out.exists() and (tmp_path / f".{out.name}.partial").is_dir()
+        capsys.readouterr()
+        prepare(rows, "byte", out, **OPTIONS | large | {"progress": True})
+        continued += "going on behind the" in capsys.readouterr().err
+        assert content(out) == fresh, f"killed at step {moment}"
+    assert moment > 5 * len(shards) > 10
+    assert moment - continued == 6  # five steps make the first shard whole and known; the last moment is no kill
+    assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(
-    "action, kept",
-    [
-        ("kill_at(os, 'fsync', 1)", 0),  # before the first shard is whole
-        ("kill_at(os, 'fsync', 8)", 2),  # between the tokens of the third shard and its index
-        ("kill_at(os, 'fsync', 9); workers = 1", 2),  # between a shard and the note that it is whole
-        ("kill_at(Path, 'replace', 6)", 2),  # the note is written, not yet in its place
-        ("kill_at(Path, 'rename', 1)", 6),  # all is done but the last step
-    ],
-)
-def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, rows, capsys, action, kept):
-    out = tmp_path / "out"
-    assert run_child(rows, out, action).returncode == -9
-    assert not out.exists() and (tmp_path / ".out.partial").is_dir()
-    prepare(rows, "byte", out, **OPTIONS | {"progress": True})
-    said = capsys.readouterr().err
-    assert (f"going on behind the {kept} whole shards" in said) if kept else ("going on" not in said)
+def test_killed_before_the_last_step_no_shard_is_made_again(tmp_path, rows, monkeypatch):
     prepare(rows, "byte", tmp_path / "fresh", **OPTIONS)
-    assert content(out) == content(tmp_path / "fresh")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "out", "rows.jsonl"]
+    assert prepare_in_fork(rows, tmp_path / "out", 1, ("rename",)) == -signal.SIGKILL
+    monkeypatch.setattr("proteus_lm.data.shards.ShardWriter.add", None)
+    prepare(rows, "byte", tmp_path / "out", **OPTIONS)
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")
 
 
 def test_shards_of_another_call_are_not_continued(tmp_path, rows, capsys):
     out = tmp_path / "out"
-    assert run_child(rows, out, "kill_at(os, 'fsync', 9)").returncode == -9
+    assert prepare_in_fork(rows, out, 12, ("fsync",)) == -signal.SIGKILL
     prepare(rows, "byte", out, **OPTIONS | {"split_seed": 1, "progress": True})
     assert "going on" not in capsys.readouterr().err
     prepare(rows, "byte", tmp_path / "fresh", **OPTIONS | {"split_seed": 1})
     assert content(out) == content(tmp_path / "fresh")
 
 
-def test_killed_between_the_two_renames_of_overwrite_the_old_folder_comes_back(tmp_path, rows):
+@pytest.mark.parametrize("moment", [1, 2])
+def test_killed_between_the_renames_that_replace_a_folder_the_old_one_is_there_again(tmp_path, rows, moment):
     out = tmp_path / "out"
     prepare(rows, "byte", out, **OPTIONS | {"split_seed": 1})
-    before = content(out)
-    assert run_child(rows, out, "overwrite = True; kill_at(Path, 'rename', 2)").returncode == -9
-    assert not out.exists()
+    old = content(out)
+    assert prepare_in_fork(rows, out, moment, ("rename",), overwrite=True) == -signal.SIGKILL
     with pytest.raises(FileExistsError, match="split_seed was 1, now 0"):
         prepare(rows, "byte", out, **OPTIONS)
-    assert content(out) == before
+    assert content(out) == old
     prepare(rows, "byte", out, overwrite=True, **OPTIONS)
-    assert Manifest.read(out).options["split_seed"] == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+    assert content(out) != old and sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+
+
+def test_workers_end_when_the_process_that_started_them_is_killed(tmp_path, rows):
+    script = (
+        "import os, signal, sys\n"
+        "from proteus_lm.data import prepare, shards\n"
+        "shards.ShardWriter.add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare.prepare(sys.argv[1], 'byte', sys.argv[2], workers=1)\n"
+    )
+    # The worker holds the pipe of the output too: communicate() returns only when it has ended.
+    command = [sys.executable, "-c", script, str(rows), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
 
 
 def test_a_write_that_the_system_refuses_is_a_clear_error(tmp_path, rows):
-    done = run_child(rows, tmp_path / "out", "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))")
-    assert done.returncode == 1 and "Traceback" in done.stderr
-    assert "WriteError" in done.stderr and "shard-00000.bin: File too large" in done.stderr
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        with pytest.raises(WriteError, match=r"could not write .*shard-00000\.bin: File too large; \d+ bytes needed"):
+            prepare(rows, "byte", tmp_path / "out", **OPTIONS)
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_a_worker_that_dies_is_a_clear_error(tmp_path, rows):
-    action = (
-        "from proteus_lm.data import parallel\n"
-        "parallel._start = os._exit\nworkers = 1\n"  # pickled by name: the worker's first call ends it
-    )
-    done = run_child(rows, tmp_path / "out", action)
-    assert done.returncode == 1 and "RuntimeError: a worker process died" in done.stderr
+def test_a_worker_that_dies_is_a_clear_error(tmp_path, rows, monkeypatch):
+    monkeypatch.setattr("proteus_lm.data.parallel._start", os._exit)  # pickled by its name: it ends the worker, not this process
+    with pytest.raises(RuntimeError, match="a worker process died"):
+        prepare(rows, "byte", tmp_path / "out", workers=1, **OPTIONS)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_two_processes_do_not_prepare_one_folder_at_a_time(tmp_path, rows, monkeypatch):
@@ -370,11 +406,24 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path, rows, capsys):
     assert len(lines) == 1 and lines[0].startswith("prepare: 60 documents, 0.0M tokens")
 
 
-def test_the_embedded_corpus_has_both_splits_and_long_documents(tmp_path):
-    manifest = prepare("pydoc", "byte", tmp_path / "out", progress=False)
-    train, validation = manifest.splits["train"], manifest.splits["validation"]
-    assert train.bytes + validation.bytes > 1_500_000 and validation.bytes > 10_000
-    assert train.tokens / train.documents > 8_000
+def test_a_bar_on_a_terminal(tmp_path, rows, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    prepare(rows, "byte", tmp_path / "out", **OPTIONS | {"progress": True})
+    shown = capsys.readouterr().err
+    assert "\u2501" in shown and "100%" in shown and "60 documents" in shown
+
+
+def test_a_token_that_the_shards_cannot_hold_is_an_error(tmp_path):
+    writer = ShardWriter(tmp_path / "train", "uint16", 70_000, 100, Split(()), lambda: None)
+    writer.add(np.array([65_535, 0]), b"ab")
+    with pytest.raises(ValueError, match="token id 65536 does not fit: vocabulary 70000, uint16 shards; use uint32"):
+        writer.add(np.array([3, 65_536]), b"ab")
+    writer.abandon()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, rows):
+    with pytest.raises(OSError, match=r"could not write .*rows\.jsonl/\.out\.partial: .*; check the disk and the rights"):
+        prepare(rows, "byte", rows / "out", **OPTIONS)
 
 
 @pytest.mark.shared
@@ -382,7 +431,7 @@ def test_real_text_with_a_real_tokenizer_comes_back(tmp_path, shared):
     corpus, spec = shared / "data" / "corpus" / "validation", shared / "data" / "tokenizer" / "tokenizer.json"
     manifest = prepare(corpus, spec, tmp_path / "out", max_documents=8, **OPTIONS)
     assert manifest.dtype == "uint16" and manifest.tokenizer["vocab_size"] == 32_000
-    documents = [document.text for document, _ in zip(_rows(corpus), range(8))]
+    documents = [document.text for document, _ in zip(open_source(corpus).documents(), range(8))]
     tokenizer = load_tokenizer(spec)
     found = []
     for split in manifest.splits:
@@ -390,9 +439,3 @@ def test_real_text_with_a_real_tokenizer_comes_back(tmp_path, shared):
         data.check_tokenizer(tokenizer)
         found += [tokenizer.decode(data.document(i)[:-1]) for i in range(data.documents)]
     assert sorted(found) == sorted(documents)
-
-
-def _rows(corpus: Path):
-    from proteus_lm.data.sources import open_source
-
-    return open_source(corpus).documents()

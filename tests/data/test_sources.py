@@ -68,7 +68,11 @@ def test_a_folder_is_read_to_the_bottom_in_the_order_of_names(tmp_path):
     source = open_source(tmp_path)
     assert [document.text for document in source.documents()] == ["first", "code", *TEXTS, "end"]
     assert source.ignored == {".png": 1}
-    assert source.consumed == source.size == sum(p.stat().st_size for p in tmp_path.rglob("*.*") if p.suffix in {".py", ".gz", ".md", ".rst"})
+    assert (
+        source.consumed
+        == source.size
+        == sum(p.stat().st_size for p in tmp_path.rglob("*.*") if p.suffix in {".py", ".gz", ".md", ".rst"})
+    )
 
 
 def test_the_identity_of_files_follows_their_content_and_not_their_place(tmp_path):
@@ -145,7 +149,9 @@ def test_parquet_without_the_column_names_those_it_has(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
-@pytest.mark.parametrize("damage", [lambda data: data[:-7], lambda data: data[:30] + b"\xff\xff\xff\xff" + data[34:], lambda _: b"plain"])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-7], lambda data: data[:30] + b"\xff\xff\xff\xff" + data[34:], lambda _: b"plain"]
+)
 def test_packed_data_cut_short_or_damaged_is_an_error(tmp_path, suffix, damage):
     path = tmp_path / f"rows.jsonl{suffix}"
     path.write_bytes(damage(PACKED[suffix](ROWS * 50)))
@@ -161,7 +167,7 @@ def test_a_missing_source_names_what_can_be_given(tmp_path):
 
 
 def test_an_empty_source_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="holds nothing to read.*no files"):
+    with pytest.raises(ValueError, match=r"holds nothing to read.*no files"):
         open_source(tmp_path)
     (tmp_path / "a.bin").write_bytes(b"1")
     with pytest.raises(ValueError, match=r"holds nothing to read.*\.bin"):

@@ -37,6 +37,12 @@ def test_a_single_window_has_no_error_and_no_opinion():
     assert (estimate.mean, estimate.error, estimate.beyond_noise) == (1.5, None, None)
 
 
+def test_windows_of_a_single_document_say_that_they_are_windows():
+    estimate = ratio_estimate(np.array([3.0, 4.0]), np.array([2, 2]), [5, 5])
+    assert (estimate.groups, estimate.unit) == (2, "windows")
+    assert ratio_estimate(np.array([3.0, 4.0]), np.array([2, 2]), [5, 6]).unit == "documents"
+
+
 def test_bins_without_tokens_give_no_number():
     assert math.isnan(ratio_estimate(np.zeros(3), np.zeros(3), range(3)).mean)
 

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from proteus_lm.model import ProteusForCausalLM
 from proteus_lm.train.loop import train
 from proteus_lm.train.recipe import RecipeError, TrainRecipe
 from proteus_lm.train.setup import choose_device
@@ -43,7 +44,7 @@ def test_a_wider_vocabulary_is_kept(recipe, tmp_path):
 def test_a_context_longer_than_every_document_is_an_error_unless_allowed(recipe, tmp_path):
     with pytest.raises(ValueError, match=r"context of 900 tokens is longer than any document.*allow_short_documents"):
         train(recipe(context=900), tmp_path / "run")
-    run = train(recipe(context=900, allow_short_documents=True, steps=1), tmp_path / "run")
+    run = train(recipe(context=900, allow_short_documents=True, positions="window", steps=1), tmp_path / "run")
     assert run.metrics()[0]["tokens"] == 4 * 900
 
 
@@ -79,6 +80,27 @@ def test_moved_data_are_the_same_data_and_other_data_are_not(recipe, data, tmp_p
     (tmp_path / "moved/manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RecipeError, match=r"the data \(hash of the manifest"):
         train(recipe(path=str(tmp_path / "moved")), tmp_path / "run")
+
+
+def test_blocks_that_training_never_opens_are_said(recipe, tmp_path, capsys):
+    options = {"mixer": "comba", "memory_blocks": 8, "steps": 1}
+    train(recipe(**options, context=4), tmp_path / "short")
+    assert "warning: 4 of 8 blocks of memory open at position 4 or later" in capsys.readouterr().out
+    train(recipe(**options, context=32), tmp_path / "long")
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_parameters_without_a_gradient_are_said(recipe, tmp_path, capsys, monkeypatch):
+    forward = ProteusForCausalLM.forward
+
+    def cut(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = self.lm_head(output.logits.detach()[..., : self.config.hidden_size])
+        return output
+
+    monkeypatch.setattr(ProteusForCausalLM, "forward", cut)
+    train(recipe(steps=1), tmp_path / "run")
+    assert "the loss does not depend on embed_tokens.weight, layers.0" in capsys.readouterr().out
 
 
 def test_an_unknown_way_to_resume_names_the_choices(recipe, tmp_path):

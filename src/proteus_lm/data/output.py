@@ -109,17 +109,33 @@ class Output:
         for name in (_JOURNAL, "manifest.json"):
             with suppress(ValueError, FileNotFoundError):
                 found = Manifest.read(self.partial, name)
-                if not _differences(found, self._plan):
+                if not _differences(replace(found, source=self._plan.source), self._plan):
                     found.check_sizes()
-                    self._splits = found.splits
+                    self._splits = self._usable(found)
                     break
         shards = ((self.partial / name, shard) for name, split in self._splits.items() for shard in split.shards)
         kept = {path for folder, shard in shards for path, _, _ in shard.files(folder, self._plan.token_dtype)}
-        for path in [path for path in self.partial.rglob("*") if path.is_file() and path not in kept]:
-            path.unlink()
+        self._remove_except(kept)
         if kept:
             self.save(self._splits)
             self._say(f"going on behind the {self._whole()} whole shards of an interrupted call")
+
+    def _usable(self, found: Manifest) -> dict[str, Split]:
+        """The shards to go on behind. The last one of a split may be short, which is right only where its source ended."""
+        if not _differences(found, self._plan):
+            return found.splits
+        least = self._plan.options["shard_tokens"]
+        full = {name: tuple(s for s in split.shards if s.tokens >= least) for name, split in found.splits.items()}
+        return {name: Split(shards) for name, shards in full.items()}
+
+    def clear(self) -> None:
+        """Forget all shards: the work starts from its beginning."""
+        self._splits = {}
+        self._remove_except(set())
+
+    def _remove_except(self, kept: set[Path]) -> None:
+        for path in [path for path in self.partial.rglob("*") if path.is_file() and path not in kept]:
+            path.unlink()
 
     def _whole(self) -> int:
         return sum(len(split.shards) for split in self._splits.values())

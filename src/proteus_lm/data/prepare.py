@@ -15,7 +15,7 @@ from proteus_lm.data.document import Source
 from proteus_lm.data.output import Output
 from proteus_lm.data.parallel import tokenized
 from proteus_lm.data.progress import PrepareProgress
-from proteus_lm.data.shards import DTYPES, SPLITS, Manifest, ShardWriter, Split
+from proteus_lm.data.shards import DTYPES, SPLITS, Manifest, Replay, ShardWriter, SourceChanged, Split
 from proteus_lm.data.sources import open_source
 from proteus_lm.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -46,7 +46,8 @@ def prepare(
     """Turn documents into token shards that `TokenDataset` reads.
 
     Documents are split by a hash of their text, so equal texts never stand on both sides. Work goes into a hidden folder beside
-    `out`, which becomes `out` at the end. If it is interrupted, the same call later goes on behind the last whole shard.
+    `out`, which becomes `out` at the end. If it is interrupted, the same call later goes on behind the last whole shard, also when
+    the source was mended or grew behind the documents of that shard.
 
     Args:
         source: "pydoc", a text file, a folder, JSON lines (plain, .gz, .xz, .zst), Parquet, or the name of a data set on the hub.
@@ -106,10 +107,14 @@ def prepare(
         if present is not None:
             shown.say(f"{out} holds the result of this call already; it is used as it is")
             return present
+        processes = _choose_workers(workers, opened, made_with)
         with output.open():
-            work = _Work(opened, made_with, plan, output, shown)
-            work.run(_choose_workers(workers, opened, made_with))
-            manifest = work.manifest()
+            try:
+                manifest = _Work(opened, made_with, plan, output, shown).run(processes)
+            except SourceChanged:
+                shown.say("the source has changed since the interrupted call: starting from its beginning")
+                output.clear()
+                manifest = _Work(opened, made_with, plan, output, shown).run(processes)
             return output.finish(manifest, made_with)
 
 
@@ -122,7 +127,7 @@ class _Work:
         self._documents = self._empty = 0
         self._lowest: list[float] = []  # the two smallest places of documents, to name a fraction that works
         names = SPLITS if plan.options["validation_fraction"] else SPLITS[:1]
-        self._behind = {name: output.done(name).documents for name in names}
+        self._replays = {name: Replay(output.done(name)) for name in names}
         self._writers = {name: self._writer(name) for name in names}
 
     def _writer(self, split: str) -> ShardWriter:
@@ -138,15 +143,22 @@ class _Work:
     def _splits(self) -> dict[str, Split]:
         return {name: Split(tuple(writer.shards)) for name, writer in self._writers.items()}
 
-    def run(self, workers: int) -> None:
-        """Read, tokenize and write all documents that no whole shard holds yet."""
+    def run(self, workers: int) -> Manifest:
+        """Read, tokenize and write all documents that no whole shard holds yet; say what has been made.
+
+        Raises:
+            ValueError: if there was no text, or a split got no document; the working folder is removed then.
+            SourceChanged: if shards of an interrupted call are of other documents.
+        """
         try:
             with closing(tokenized(self._batches(), self._tokenizer, workers)) as done:
                 for splits, texts, rows in done:
                     for split, text, ids in zip(splits, texts, rows):
-                        self._writers[split].add(np.append(ids, self._tokenizer.eos_id), len(text.encode()))
+                        self._writers[split].add(np.append(ids, self._tokenizer.eos_id), text.encode())
                     tokens = sum(map(len, rows)) + len(rows)
                     self._progress.update(self._source.consumed, len(rows), tokens, sum(map(len, texts)))
+            if not all(replay.complete for replay in self._replays.values()):
+                raise SourceChanged
             for writer in self._writers.values():
                 writer.flush()
         finally:
@@ -154,6 +166,11 @@ class _Work:
                 writer.abandon()
         for kind, count in self._source.ignored.items():
             self._progress.say(f"left out: {count} {kind or 'files without suffix'}")
+        problem = self._problem()
+        if problem:
+            self._output.discard()
+            raise ValueError(problem)
+        return replace(self._plan, splits=self._splits(), empty_documents=self._empty)
 
     def _batches(self) -> Iterator[tuple[list[str], list[str]]]:
         """(splits, texts) in batches, in the order of the documents."""
@@ -179,27 +196,15 @@ class _Work:
                 self._empty += 1
                 continue
             self._documents += 1
-            place = document_place(document.text, seed)
+            text = document.text.encode()
+            place = document_place(text, seed)
             self._lowest = sorted({*self._lowest, place})[:2]
             split = "validation" if place < fraction else "train"
-            if self._behind[split]:
-                self._behind[split] -= 1
-            else:
+            if not self._replays[split].covers(text):
                 yield split, document.text
 
-    def manifest(self) -> Manifest:
-        """What has been made.
-
-        Raises:
-            ValueError: if there was no text, or a split got no document; the working folder is removed.
-        """
-        problem = self._problem()
-        if problem:
-            self._output.discard()
-            raise ValueError(problem)
-        return replace(self._plan, splits=self._splits(), empty_documents=self._empty)
-
     def _problem(self) -> str | None:
+        """What is wrong with the finished work, with a remedy; None if nothing is."""
         spec, fraction = self._plan.source["spec"], self._plan.options["validation_fraction"]
         if not self._documents:
             return f"the source {spec} is empty: it has no text ({self._empty} empty documents)"
@@ -219,9 +224,9 @@ class _Work:
         )
 
 
-def document_place(text: str, seed: int) -> float:
+def document_place(text: bytes, seed: int) -> float:
     """Where in [0, 1) a document stands: a keyed BLAKE2b hash of its UTF-8 text. Validation is what lies below the fraction."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
+    digest = hashlib.blake2b(text, digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 

@@ -29,7 +29,10 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens. `bytes` counts the UTF-8 text, `tokens` the end tokens too; `longest` is in tokens."""
+    """One file of tokens. `bytes` counts the UTF-8 text, `tokens` the end tokens too; `longest` is in tokens.
+
+    `text_sha256` is that of the texts, each behind its length as 8 bytes: it knows the documents without tokenizing them.
+    """
 
     name: str
     documents: int
@@ -38,6 +41,7 @@ class Shard:
     longest: int
     sha256: str
     index_sha256: str
+    text_sha256: str
 
     def files(self, folder: Path, dtype: np.dtype) -> Iterator[tuple[Path, int, str]]:
         """(path, size in bytes, SHA-256) of the two files of this shard."""
@@ -177,10 +181,10 @@ class ShardWriter:
 
     def _begin(self) -> None:
         self._name = f"shard-{len(self.shards):05d}"
-        self._bounds, self._bytes, self._hash = [0], 0, hashlib.sha256()
+        self._bounds, self._bytes, self._hash, self._texts = [0], 0, hashlib.sha256(), hashlib.sha256()
 
-    def add(self, ids: np.ndarray, text_bytes: int) -> None:
-        """Append one document: ids (tokens,) with its end token, from `text_bytes` bytes of UTF-8.
+    def add(self, ids: np.ndarray, text: bytes) -> None:
+        """Append one document: ids (tokens,) with its end token, and the UTF-8 text that they come from.
 
         Raises:
             ValueError: for an id that the vocabulary or the dtype cannot hold.
@@ -198,7 +202,8 @@ class ShardWriter:
             self._bin.write(data)
         self._hash.update(data)
         self._bounds.append(self._bounds[-1] + len(ids))
-        self._bytes += text_bytes
+        self._bytes += len(text)
+        _add_text(self._texts, text)
         if self._bounds[-1] >= self.shard_tokens:
             self.flush()
 
@@ -223,6 +228,7 @@ class ShardWriter:
                 longest=int(lengths.max()),
                 sha256=self._hash.hexdigest(),
                 index_sha256=index,
+                text_sha256=self._texts.hexdigest(),
             )
         )
         self._begin()
@@ -234,3 +240,45 @@ class ShardWriter:
             with suppress(OSError):
                 self._bin.close()
             self._bin = None
+
+
+class SourceChanged(Exception):
+    """The source no longer begins with the documents of the shards that an interrupted call made of it."""
+
+
+class Replay:
+    """Meets the documents of whole shards again in their source, and makes sure that they are the same.
+
+    Args:
+        done: the whole shards of a split.
+    """
+
+    def __init__(self, done: Split) -> None:
+        self._shards = list(done.shards[::-1])
+        self._documents, self._texts = 0, hashlib.sha256()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all documents of the shards have been met."""
+        return not self._shards
+
+    def covers(self, text: bytes) -> bool:
+        """Whether the next document of the split, as UTF-8, is in a whole shard already.
+
+        Raises:
+            SourceChanged: at the last document of a shard whose texts were others.
+        """
+        if not self._shards:
+            return False
+        _add_text(self._texts, text)
+        self._documents += 1
+        if self._documents == self._shards[-1].documents:
+            if self._texts.hexdigest() != self._shards.pop().text_sha256:
+                raise SourceChanged
+            self._documents, self._texts = 0, hashlib.sha256()
+        return True
+
+
+def _add_text(digest: hashlib._Hash, text: bytes) -> None:
+    digest.update(len(text).to_bytes(8, "little"))
+    digest.update(text)

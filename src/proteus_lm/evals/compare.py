@@ -28,12 +28,12 @@ class PairedDifference:
     edges: tuple[int, ...]
 
     def verdict(self) -> str:
-        """One sentence: better, worse, or no difference beyond the noise (95%, Student's t over documents)."""
+        """One sentence: better, worse, or no difference beyond the noise (95%, Student's t)."""
         d = self.whole
         signed = f"{self.other} minus {self.base} is {d.mean:+.4f}"
         if d.error is None:
             return f"{signed} nats per token on a single window; no error can be given, so no verdict."
-        basis = f"mean and standard error over {d.groups} documents, {d.tokens:,} tokens, the same for both"
+        basis = f"mean and standard error over {d.groups} {d.unit}, {d.tokens:,} tokens, the same for both"
         if not d.beyond_noise:
             return f"No difference beyond the noise: {signed} ± {d.error:.4f} nats per token ({basis})."
         size = f"{abs(d.mean):.4f} ± {d.error:.4f} nats per token"

@@ -17,15 +17,16 @@ _T95 = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean per token over `tokens` tokens, and its standard error over `groups` independent groups.
+    """A mean per token over `tokens` tokens, and its standard error over `groups` groups taken as independent.
 
-    The error is None when there are fewer than two groups.
+    Groups are documents, or the windows of a single document (`unit`). The error is None when there are fewer than two.
     """
 
     mean: float
     error: float | None
     groups: int
     tokens: int
+    unit: str = "documents"
 
     @property
     def beyond_noise(self) -> bool | None:
@@ -55,9 +56,10 @@ def ratio_estimate(sums: np.ndarray, counts: np.ndarray, groups: Sequence[int]) 
     mean = float(sums.sum() / tokens)
     labels = np.asarray(groups)[used]
     names, index = np.unique(labels, return_inverse=True)
+    unit = "documents"
     if len(names) == 1:
-        names, index = np.arange(len(labels)), np.arange(len(labels))
+        names, index, unit = np.arange(len(labels)), np.arange(len(labels)), "windows"
     residuals = np.bincount(index, sums - mean * counts)
     size = len(names)
     error = math.sqrt(size / (size - 1) * float((residuals**2).sum())) / tokens if size > 1 else None
-    return Estimate(mean, error, size, tokens)
+    return Estimate(mean, error, size, tokens, unit)

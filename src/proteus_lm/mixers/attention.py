@@ -137,10 +137,11 @@ class AttentionMixer(Mixer):
         lengths = sequence.documents.lengths
         behind = lengths if sequence.offset is None else lengths + sequence.offset
         width = self.window or int(behind.max())
-        places = (past + lengths)[:, None] - width + torch.arange(width, device=k.device)
+        slots = torch.arange(width, device=k.device)
+        places = ((past + lengths)[:, None] - width + slots).clamp(min=0)
+        filled = (slots >= width - behind[:, None])[..., None, None]
         rows = torch.arange(len(k), device=k.device)[:, None]
-        kept = places.clamp(min=0)
-        return AttentionState(k[rows, kept], v[rows, kept])
+        return AttentionState(*(torch.where(filled, x[rows, places], x.new_zeros(())) for x in (k, v)))
 
 
 def _last(x: Tensor, width: int) -> Tensor:

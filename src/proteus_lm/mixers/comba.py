@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from proteus_lm.activation import Activation
-from proteus_lm.mixers._rules import comba, comba_step
 from proteus_lm.mixers.base import GateProjection, MatrixMixer, set_parameter
 from proteus_lm.mixers.norm import wide
+from proteus_lm.ops import comba
+from proteus_lm.ops.recurrent import comba_step
 
 if TYPE_CHECKING:
     from proteus_lm.config import ProteusConfig

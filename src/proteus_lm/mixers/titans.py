@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from proteus_lm.mixers._rules import titans_memory, titans_step, titans_weights
+from proteus_lm.mixers._rules import titans_step
 from proteus_lm.mixers.base import GatedOutput, GateProjection, Mixer, block_norms, mean_open
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import l2_normalize
-from proteus_lm.ops.state import TitansState
+from proteus_lm.ops import TitansState, titans_memory, titans_weights
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
 

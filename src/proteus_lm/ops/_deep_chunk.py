@@ -40,20 +40,21 @@ class Scales(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The write side of a chunk at its start weights: layer inputs x (L), pre-activations z (L - 1), and the loss's gradients
-    h with respect to the activations (L - 1) and g with respect to what each layer puts out (L)."""
+    """The write side of a chunk at its start weights: layer inputs x (L), pre-activations z and slopes act'(z) (L - 1), and the
+    loss's gradients h with respect to the activations (L - 1) and g with respect to what each layer puts out (L)."""
 
     x: list[Tensor]
     z: list[Tensor]
+    slope: list[Tensor]
     h: list[Tensor]
     g: list[Tensor]
 
 
 class Reading(NamedTuple):
-    """The read side of a chunk: layer inputs x (L), pre-activations z (L - 1), similarities x X^T (L), kept products (L)."""
+    """The read side of a chunk: layer inputs x (L), slopes act'(z) (L - 1), similarities x X^T (L), kept products (L)."""
 
     x: list[Tensor]
-    z: list[Tensor]
+    slope: list[Tensor]
     similarity: list[Tensor]
     kept: list[tuple]
 
@@ -95,21 +96,30 @@ def by_entry_backward(grad: Tensor, place: str, shared: bool) -> Tensor:
 
 def write(k: Tensor, v: Tensor, weights: Sequence[Tensor], act: Pointwise, mask: Tensor | None) -> Written:
     """Gradients of 1/2 ||f(k) - v||^2 at the start weights. k (U, b, D), v (U, b, Dv)."""
-    x, z, h = [_taken(k, weights, mask)], [], []
+    x, z, slope = [_taken(k, weights, mask)], [], []
     for weight in weights[:-1]:
         z.append(x[-1].bmm(weight))
-        x.append(_open(act.value(z[-1]), mask))
-    g = [torch.baddbmm(v, x[-1], weights[-1], beta=-1)]
-    for layer in range(len(z) - 1, -1, -1):
-        h.insert(0, g[0].bmm(weights[layer + 1].mT))
-        g.insert(0, _open(act.first(h[0], z[layer]), mask))
-    return Written(x, z, h, g)
+        value, rise = act.value_and_slope(z[-1])
+        x.append(_open(value, mask))
+        slope.append(_open(rise, mask))
+    g, h = [torch.baddbmm(v, x[-1], weights[-1], beta=-1)], []
+    for weight, rise in zip(reversed(weights[1:]), reversed(slope)):
+        h.insert(0, g[0].bmm(weight.mT))
+        g.insert(0, h[0] * rise)
+    return Written(x, z, slope, h, g)
 
 
 def read(
-    q: Tensor, weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Written, scales: Scales, act: Pointwise
+    q: Tensor,
+    weights: Sequence[Tensor],
+    momentum: Sequence[Tensor],
+    written: Written,
+    scales: Scales,
+    act: Pointwise,
+    *,
+    keep: bool,
 ) -> tuple[Tensor, Reading]:
-    """What the memory answers to q (U, b, D) with each token's own weights: y (U, b, Dv), and what `backward` needs of it.
+    """What the memory answers to q (U, b, D) with each token's own weights: y (U, b, Dv), and with `keep` what `backward` needs.
 
     Layer by layer z = decay (x W) + carry (x S) - (mix o x X^T) G.
     """
@@ -122,8 +132,11 @@ def read(
         z.baddbmm_(scales.mix * similarity, written.g[layer], alpha=-1)
         reading.similarity.append(similarity)
         reading.kept.append(kept)
-        if layer < depth - 1:
-            reading.z.append(z)
+        if layer < depth - 1 and keep:
+            value, slope = act.value_and_slope(z)
+            reading.x.append(_open(value, mask))
+            reading.slope.append(_open(slope, mask))
+        elif layer < depth - 1:
             reading.x.append(_open(act.value(z), mask))
     return z, reading
 
@@ -193,7 +206,7 @@ def backward(
         if advanced:
             _end_rows_backward(*end, written_x, g, scales, sums, to_x[layer], to_g[layer])
         if layer:
-            grad = _open(act.first(grad, reading.z[layer - 1]), mask)
+            grad.mul_(reading.slope[layer - 1])
         to_weights.insert(0, to_w)
         to_momentum.insert(0, to_s)
     to_k, to_v = _write_backward(to_x, to_g, to_weights, weights, written, act, mask)
@@ -215,16 +228,16 @@ def _write_backward(
     depth = len(weights)
     to_z = []
     for layer in range(depth - 1):
-        grad, z = _open(to_g[layer], mask), written.z[layer]
-        to_h = act.first(grad, z)
-        to_z.append(act.second(grad.mul_(written.h[layer]), z))
+        grad, slope = to_g[layer], written.slope[layer]
+        to_h = grad * slope
+        to_z.append(_open(act.bend(written.z[layer]).mul_(grad).mul_(written.h[layer]), mask))
         to_g[layer + 1].baddbmm_(to_h, weights[layer + 1])
         to_weights[layer + 1].baddbmm_(to_h.mT, written.g[layer + 1])
     last = to_g[-1]
     to_x[-1].baddbmm_(last, weights[-1].mT)
     to_weights[-1].baddbmm_(written.x[-1].mT, last)
     for layer in range(depth - 2, -1, -1):
-        to_z[layer] += _open(act.first(to_x[layer + 1], written.z[layer]), mask)
+        to_z[layer].addcmul_(to_x[layer + 1], written.slope[layer])
         to_x[layer].baddbmm_(to_z[layer], weights[layer].mT)
         to_weights[layer].baddbmm_(written.x[layer].mT, to_z[layer])
     return to_x[0], last.neg()
@@ -236,15 +249,8 @@ def _end_state_backward(
     """Adjoint of the start state's part in `advance`: gradients to W and S; adds to the end scales."""
     decay, carry, keep = (by_entry(t, place) for t in (scales.end_decay, scales.end_carry, scales.end_momentum))
     shared = scales.mask is None
-    if shared:
-        flat_w, flat_s = to_w.flatten(1)[:, None], to_s.flatten(1)[:, None]
-        sums.end_decay.add_(flat_w.bmm(w.flatten(1)[..., None])[..., 0])
-        sums.end_carry.add_(flat_w.bmm(s.flatten(1)[..., None])[..., 0])
-        sums.end_momentum.add_(flat_s.bmm(s.flatten(1)[..., None])[..., 0])
-    else:
-        sums.end_decay.add_(by_entry_backward(to_w * w, place, shared))
-        sums.end_carry.add_(by_entry_backward(to_w * s, place, shared))
-        sums.end_momentum.add_(by_entry_backward(to_s * s, place, shared))
+    for total, grad, state in ((sums.end_decay, to_w, w), (sums.end_carry, to_w, s), (sums.end_momentum, to_s, s)):
+        total.add_(by_entry_backward(grad * state, place, shared))
     return to_w * decay, (to_s * keep).addcmul_(to_w, carry)
 
 

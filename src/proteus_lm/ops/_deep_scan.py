@@ -78,7 +78,7 @@ def titans_scan(
                 target.copy_(source)
             start = walk.start(step, state)
             y[units], _ = _deep_chunk.read(
-                walk.q[units], start.state[:depth], start.state[depth:], start.written, start.scales, act
+                walk.q[units], start.state[:depth], start.state[depth:], start.written, start.scales, act, keep=False
             )
             memory.put(walk.end(step, start, state))
         return [walk.layout.scatter(y, tokens[2])[0], *walk.from_walk(memory.whole()), *saved]
@@ -144,7 +144,7 @@ def _step_backward(
     full, scales = step.span.full * walk.heads, start.scales
     if 0 < full < units.stop - units.start:
         scales = _held(scales, full)
-    _, reading = _deep_chunk.read(walk.q[units], weights, momentum, start.written, scales, walk.act)
+    _, reading = _deep_chunk.read(walk.q[units], weights, momentum, start.written, scales, walk.act, keep=True)
     grad = to_state.view(units.stop - units.start, step.width)
     out = _deep_chunk.backward(
         grad_y[units], grad[:depth], grad[depth:], weights, momentum, start.written, reading, scales, walk.act, advanced=full > 0

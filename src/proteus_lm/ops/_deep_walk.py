@@ -163,7 +163,7 @@ class Memory:
         if self._key != (rows, width):
             self.whole()
             self._key = rows, width
-            self._part = [cut(t[:rows], place, width).clone() for t, place in zip(self._whole, self._layers)]
+            self._part = [cut(t[:rows], place, width).contiguous() for t, place in zip(self._whole, self._layers)]
         return self._part
 
     def put(self, part: list[Tensor]) -> None:

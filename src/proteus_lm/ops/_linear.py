@@ -104,7 +104,8 @@ def _tail(window: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The last tokens of each document, as many as `window` (N, c - 1, H, D) holds of those before it. x: (B, T, H, D)."""
     size = window.shape[1]
     if cu_seqlens is None:
-        return torch.cat((window, x), 1)[:, x.shape[1] :]
+        recent = x[:, max(x.shape[1] - size, 0) :]
+        return torch.cat((window[:, recent.shape[1] :], recent), 1)
     at = cu_seqlens[1:, None].long() + torch.arange(-size, 0, device=x.device)
     missing = cu_seqlens[:-1, None] - at  # tokens before the document's first one
     older = window.gather(1, (size - missing).clamp(0, max(size - 1, 0))[..., None, None].expand_as(window))

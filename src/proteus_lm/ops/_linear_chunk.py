@@ -1,14 +1,15 @@
 """The chunk form of every linear rule, and its gradient: one group of tiles at a time (see `_linear_tiles`).
 
-Within a tile of C tokens with state S before it, G the running sum of log decays in the tile, X the vectors written (spec/linear.md 1):
+In a tile of C tokens with state S before it, G the running sum of log decays in the tile, X what is written (spec/linear.md 1):
 
     O  = (e^G Q) S + (Q K^T * R) X        S' = e^{G_C} S + (R_C K)^T X        R[t, i]: what is left at t of the write of token i
 
-Hebbian rules write X = V, R[t, i] = e^{G_t - G_i} (retention). A window of c weights gives R[t, i] = sum_j e^{G_t - G_{i+j}} gamma_{i+j, j}
-over the write times i + j in the tile, i running from c - 1 tokens before it. Delta rules write X = (I + A)^{-1} beta (V - e^{G'} P S),
-A = tril(beta P K^T * e^{G'_t - G_i}, -1), with G' = G for an error against the decayed state, G of the token before otherwise.
-Everything but the recurrence over S is done for all tiles of a group in one batch. Only differences of G are exponentiated, with
-what is not causal left out before; G is summed in fp64, so that a strong decay early in a tile costs later ones no digits.
+Hebbian rules write X = V with R[t, i] = e^{G_t - G_i} (retention). With a window of c weights R[t, i] is the sum over write times
+i + j in the tile of e^{G_t - G_{i+j}} gamma_{i+j, j}, and i runs from c - 1 tokens before the tile. Delta rules write
+X = (I + A)^{-1} beta (V - e^{G'} P S) with A = tril(beta P K^T * e^{G'_t - G_i}, -1); G' is G for an error against the decayed
+state, else G of the token before. All but the recurrence over S is done for the tiles of a group in one batch. Only differences of
+G are exponentiated, with what is not causal left out before; G is summed in fp64, so that a strong decay early in a tile costs
+later ones no digits.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Hebbian:
         grads = self._backward_rule(grads, d_left, before)
         d_total = grads.g + d_left.sum(-1) - d_left.sum(-2)
         grads = grads._replace(g=d_total.flip(-1).cumsum(-1).flip(-1))
-        return d_states[0], Tiles(*(None if x is None else self._tilewise(x) for x in grads))
+        return d_states[0], Tiles._make(None if x is None else self._tilewise(x) for x in grads)
 
     def _retreat(self, decay: Tensor, through: Tensor, d_states: Tensor, d_written: Tensor) -> None:
         for i in range(self.count - 1, -1, -1):

@@ -47,7 +47,7 @@ class _Rows(NamedTuple):
         return self._replace(tensors={name: x[index] for name, x in self.tensors.items()})
 
     def open(self, name: str, x: Tensor, group: Group) -> Tensor:
-        """The open coordinates of a tensor (..., K), (..., V) or of the state (N, H, K, V), of which the rows in the group: a view."""
+        """View of the open coordinates of (..., K), (..., V) or the state (N, H, K, V), the latter of the group's rows only."""
         if name == "state":
             return x[: group.rows, :, : group.width] if self.key_axis else x[: group.rows, ..., : group.width]
         return x[..., : group.width] if name in (("q", "k", "p") if self.key_axis else ("v", "out")) else x

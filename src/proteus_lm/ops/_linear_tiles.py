@@ -14,7 +14,6 @@ from torch import Tensor
 
 from proteus_lm.ops.rows import Rows
 
-
 # Matrices worked on at once: few enough for a processor's cache, and enough to fill a device without filling its memory.
 _HOST_MATRICES, _DEVICE_MATRICES = 32, 4096
 
@@ -74,23 +73,17 @@ def plan(active: Tensor | None, lengths: Sequence[int], dim: int, size: int, bat
         size, batch: tokens in a tile, and rows times tiles in a group, at most.
     """
     order = sorted(range(len(lengths)), key=lambda r: -lengths[r])
-    if active is None or len(active) == 1:
-        members = [order]
-    else:
-        active = active.cpu()
-        members = []
-        for row in order:
-            same = (m for m in members if torch.equal(active[m[0], : lengths[row]], active[row, : lengths[row]]))
-            bucket = next(same, None)
-            members.append([row]) if bucket is None else bucket.append(row)
+    active = torch.full((1, max(lengths)), dim) if active is None else active.cpu()
+    members: list[list[int]] = [] if len(active) > 1 else [order]
+    for row in order if len(active) > 1 else ():
+        alike = (m for m in members if torch.equal(active[m[0], : lengths[row]], active[row, : lengths[row]]))
+        bucket = next(alike, None)
+        members.append([row]) if bucket is None else bucket.append(row)
     buckets = []
     for rows in members:
-        longest = lengths[rows[0]]
-        stretches = [(longest, dim)]
-        if active is not None:
-            line = active[rows[0] if len(active) > 1 else 0, :longest].cpu()
-            widths, counts = torch.unique_consecutive(line, return_counts=True)
-            stretches = list(zip(counts.tolist(), widths.tolist()))
+        line = active[rows[0] if len(active) > 1 else 0, : lengths[rows[0]]]
+        widths, counts = torch.unique_consecutive(line, return_counts=True)
+        stretches = list(zip(counts.tolist(), widths.tolist()))
         groups = cut(stretches, [lengths[r] for r in rows], size, batch)
         buckets.append(Bucket(None if rows == list(range(len(lengths))) else rows, groups))
     return buckets

@@ -55,6 +55,7 @@ def train(recipe: Recipe, out: str | Path, *, resume: str = "auto", stop_at: int
 def _prepare(recipe: Recipe, out: Path, resume: str, device: torch.device, stack: contextlib.ExitStack) -> Trainer:
     """Everything that can fail before the first step; the run directory is touched last."""
     ranks = Ranks.start(device)
+    stack.callback(ranks.leave)
     options = recipe.train
     rows, micro = _rows(options, ranks.world_size)
     dataset = TokenDataset(recipe.data.path, "train")
@@ -74,7 +75,8 @@ def _prepare(recipe: Recipe, out: Path, resume: str, device: torch.device, stack
     model = ProteusForCausalLM(ProteusConfig(**recipe.model))
     model.to(ranks.device)  # pyright: ignore[reportArgumentType] - transformers wraps `to`, and its type with it
     if options.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        # Its name from transformers 5.2x on, and the one before.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     ranks.check_same(model)
     groups = decay_groups(model)
     trainer = Trainer(
@@ -121,6 +123,8 @@ def _begin(trainer: Trainer, resume: str, stack: contextlib.ExitStack) -> None:
     start, damaged = newest_complete(out)
     for complaint in damaged:
         screen.say(f"left out a damaged checkpoint: {complaint}")
+    if start is None and (out / RECIPE).is_file():
+        screen.say(f"{out} has no checkpoint: beginning anew")
     if start is not None:
         for line in setup.check_same(start, trainer.recipe, trainer.about):
             screen.say(f"changed since the run began: {line}")
@@ -143,5 +147,5 @@ def _open_run(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     stack.callback(trainer.metrics.close)
     count = sum(p.numel() for p in trainer.model.parameters())
     trainer.screen.say(f"{out}: {count:,} parameters on {trainer.ranks.device}, {options.precision}")
-    for line in trainer.groups.lines():
+    for line in [*trainer.groups.lines(), *setup.never_open(trainer.model.config.schedule, trainer.recipe.data.context)]:
         trainer.screen.say(line)

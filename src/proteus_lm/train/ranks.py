@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run: `rank` of `world_size`, on `device`."""
+    """This process among those of the run: `rank` of `world_size`, on `device`; `joined` when `start` made the process group."""
 
     rank: int
     world_size: int
     device: torch.device
+    joined: bool = False
 
     @classmethod
     def start(cls, device: torch.device) -> Ranks:
@@ -31,9 +32,15 @@ class Ranks:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
-        if not dist.is_initialized():
+        joined = not dist.is_initialized()
+        if joined:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return cls(dist.get_rank(), world_size, device)
+        return cls(dist.get_rank(), world_size, device, joined)
+
+    def leave(self) -> None:
+        """Give up the process group that `start` made."""
+        if self.joined:
+            dist.destroy_process_group()
 
     @property
     def first(self) -> bool:

@@ -26,6 +26,7 @@ import torch
 from proteus_lm.data.dataset import TokenDataset
 from proteus_lm.data.tokenizer import Tokenizer
 from proteus_lm.run import CONTENTS, RECIPE
+from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.train.checkpoint import about_checkpoint, newest_complete, remove_leftovers
 from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe, make_recipe
 
@@ -107,6 +108,17 @@ def validation_context(recipe: Recipe, dataset: TokenDataset) -> int:
             "data.allow_short_documents=true"
         )
     return min(context, longest - 1)
+
+
+def never_open(schedule: ActivationSchedule, context: int) -> list[str]:
+    """A warning, as one line, when some blocks of memory open past the last position of a training window; else none."""
+    closed = schedule.blocks - schedule.active_blocks(context - 1)
+    if closed == 0:
+        return []
+    return [
+        f"warning: {closed} of {schedule.blocks} blocks of memory open at position {context} or later, past the training context: they "
+        "are never trained; use fewer blocks or a longer context"
+    ]
 
 
 def fingerprint(dataset: TokenDataset) -> str:
@@ -218,15 +230,18 @@ def session(device: torch.device, step: int) -> dict[str, Any]:
 
 def git_commit() -> str | None:
     """The commit of the source tree this package runs from, "+" behind it when files differ; None outside a repository."""
-    where = Path(__file__).parent
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None  # no git, or a repository around an installed package
+    commit = _git("rev-parse", "HEAD")
+    return commit and commit + ("+" if _git("status", "--porcelain", "-uno") else "")
+
+
+def _git(*words: str) -> str | None:
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, timeout=10, check=True)
-        state = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=where, capture_output=True, text=True, timeout=10, check=True
-        )
+        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.stdout.strip() + ("+" if state.stdout.strip() else "")
+    return done.stdout.strip()
 
 
 def _version(name: str) -> str | None:

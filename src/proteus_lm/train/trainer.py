@@ -95,6 +95,8 @@ class Trainer:
             precision=options.precision,
             ranks=self.ranks,
         )
+        if step == 1:
+            self._say_untrained()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         loss_value, norm_value = torch.stack([loss, norm.to(loss)]).tolist()
@@ -110,6 +112,12 @@ class Trainer:
         record = {"step": step, "loss": loss_value, "perplexity": perplexity(loss_value), "lr": rate, "gradient_norm": norm_value}
         record |= {"tokens": progress.tokens}
         return record | ({"skipped": progress.skipped} if progress.skipped else {})
+
+    def _say_untrained(self) -> None:
+        """Name the parameters that the first loss does not depend on: they would stay as they are in silence."""
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if names:
+            self.screen.say(f"warning: the loss does not depend on {', '.join(names)}")
 
     def _nonfinite(self, step: int, batch: Batch, loss: float, norm: float) -> None:
         """Save the batch; then count the update as left out, or save the run as it stands and stop."""

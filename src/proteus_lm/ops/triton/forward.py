@@ -16,38 +16,51 @@ import triton.language as tl
 
 
 @triton.jit
-def merge(inverse, a, C: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def merge(inverse, a, C: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
     """Inverse of the blocks of 2 SIZE from that of the blocks of SIZE: (L + M)^-1 = L^-1 - L^-1 M L^-1 where M couples one way."""
     r = tl.arange(0, C)[:, None] // SIZE
     j = tl.arange(0, C)[None, :] // SIZE
     coupling = tl.where((r % 2 == 1) & (j == r - 1), a, 0.0)
+    if HALF:
+        left = inverse.to(tl.float16)
+        product = tl.dot(coupling.to(tl.float16), left).to(tl.float16)
+        return inverse - tl.dot(left, product)
     product = tl.dot(coupling, inverse, input_precision=PRECISION)
     return inverse - tl.dot(inverse, product, input_precision=PRECISION)
 
 
 @triton.jit
-def unit_lower_inverse(a, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 for strictly lower a (C, C): rows of the D x D diagonal blocks by substitution in fp32, then merged."""
-    N: tl.constexpr = C // D
-    blocks = tl.reshape(a, [N, D, N, D])
-    same = tl.arange(0, N)[:, None, None, None] == tl.arange(0, N)[None, None, :, None]
-    diagonal = tl.sum(tl.where(same, blocks, 0.0), axis=2)  # (N, D, D)
-    row = tl.arange(0, D)[None, :, None]
-    x = tl.where(row == tl.arange(0, D)[None, None, :], 1.0, 0.0) + tl.zeros([N, D, D], tl.float32)
-    for i in range(1, D):
-        coefficients = tl.sum(tl.where(row == i, diagonal, 0.0), axis=1)
-        solved = tl.sum(coefficients[:, :, None] * x, axis=1)
-        x = tl.where(row == i, x - solved[:, None, :], x)
-    wide = tl.where(same, x[:, :, None, :], 0.0)
-    inverse = tl.reshape(wide, [C, C])
+def unit_lower_inverse(a, C: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 for strictly lower a (C, C): rows of the D x D diagonal blocks by substitution in fp32, then merged.
+
+    HALF: products from fp16 operands (the 10 bits of tf32, at twice its speed), enough for a result kept in 16 bits.
+    """
+    if D == 2:
+        r = tl.arange(0, C)[:, None]
+        j = tl.arange(0, C)[None, :]
+        inverse = tl.where(r == j, 1.0, tl.where(r // 2 == j // 2, -a, 0.0))
+    else:
+        N: tl.constexpr = C // D
+        blocks = tl.reshape(a, [N, D, N, D])
+        same = tl.arange(0, N)[:, None, None, None] == tl.arange(0, N)[None, None, :, None]
+        diagonal = tl.sum(tl.where(same, blocks, 0.0), axis=2)  # (N, D, D)
+        row = tl.arange(0, D)[None, :, None]
+        x = tl.where(row == tl.arange(0, D)[None, None, :], 1.0, 0.0) + tl.zeros([N, D, D], tl.float32)
+        for i in range(1, D):
+            coefficients = tl.sum(tl.where(row == i, diagonal, 0.0), axis=1)
+            solved = tl.sum(coefficients[:, :, None] * x, axis=1)
+            x = tl.where(row == i, x - solved[:, None, :], x)
+        inverse = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), [C, C])
     if D < C:
-        inverse = merge(inverse, a, C, D, PRECISION)
+        inverse = merge(inverse, a, C, D, HALF, PRECISION)
     if 2 * D < C:
-        inverse = merge(inverse, a, C, 2 * D, PRECISION)
+        inverse = merge(inverse, a, C, 2 * D, HALF, PRECISION)
     if 4 * D < C:
-        inverse = merge(inverse, a, C, 4 * D, PRECISION)
+        inverse = merge(inverse, a, C, 4 * D, HALF, PRECISION)
     if 8 * D < C:
-        inverse = merge(inverse, a, C, 8 * D, PRECISION)
+        inverse = merge(inverse, a, C, 8 * D, HALF, PRECISION)
+    if 16 * D < C:
+        inverse = merge(inverse, a, C, 16 * D, HALF, PRECISION)
     return inverse
 
 
@@ -56,11 +69,13 @@ def prepare(
     q, k, p, g, beta, chunks, gates, solve, attend, scale,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, D: tl.constexpr,
     DELTA: tl.constexpr, HAS_G: tl.constexpr, HAS_P: tl.constexpr, DECAYED: tl.constexpr,
-    KEY: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
+    KEY: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: its running log decays, `attend`, and for the delta rules `solve`.
 
-    gates: fp32 (chunks, H, 3, C) = G, P, beta.  solve, attend: (chunks, H, C, C).
+    gates: fp32 (chunks, H, 6, C) = scale e^G, e^(total - G), e^P, G, P, beta.  solve, attend: (chunks, H, C, C); solve takes beta in.
+    FLOOR: the least strength taken: dbeta is found from what beta multiplied, and a beta of 0 would hide it.
     """
     c = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
@@ -79,8 +94,11 @@ def prepare(
         decay = tl.load(g + token, mask=here, other=0.0).to(tl.float32)
     running = tl.cumsum(decay, 0)
     before = running if DECAYED else running - decay
-    slot = (c * H + h) * 3 * C
-    tl.store(gates + slot + o, running)
+    total = tl.sum(decay, 0)
+    slot = (c * H + h) * 6 * C
+    tl.store(gates + slot + o, tl.exp(running) * scale)
+    tl.store(gates + slot + C + o, tl.exp(tl.minimum(total - running, 0.0)))
+    tl.store(gates + slot + 3 * C + o, running)
 
     dtype: tl.constexpr = q.dtype.element_ty
     read = tl.zeros([C, C], tl.float32)
@@ -104,50 +122,58 @@ def prepare(
     tl.store(attend + square, tl.where(r >= j, read, 0.0).to(dtype))
     if DELTA:
         strength = tl.load(beta + token, mask=here, other=0.0).to(tl.float32)
-        tl.store(gates + slot + C + o, before)
-        tl.store(gates + slot + 2 * C + o, strength)
+        strength = tl.where(tl.abs(strength) < FLOOR, FLOOR, strength)
+        tl.store(gates + slot + 2 * C + o, tl.exp(before))
+        tl.store(gates + slot + 4 * C + o, before)
+        tl.store(gates + slot + 5 * C + o, strength)
         a *= tl.exp(tl.where(r > j, before[:, None] - running[None, :], 0.0)) * strength[:, None]
         a = tl.where(r > j, a, 0.0)
-        tl.store(solve + square, unit_lower_inverse(a, C, D, SOLVE_PRECISION).to(dtype))
+        inverse = unit_lower_inverse(a, C, D, HALF, SOLVE_PRECISION) * strength[None, :]
+        tl.store(solve + square, inverse.to(dtype))
 
 
 @triton.jit
-def project(s0, s1, s2, s3, x, token, here, limit, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
-    """(S x^T) (BV, C) over the first W tiles of key rows; x (tokens, H, K), S given as four tiles (BV, KT)."""
+def fetch(x, token, here, limit, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
+    """The first W tiles (C, KT) of a chunk's rows of x (tokens, H, K), zero from column `limit` on; the rest repeat the first."""
     col = tl.arange(0, KT)
     at = x + token[:, None] * K + col[None, :]
-    dtype: tl.constexpr = x.dtype.element_ty
-    b = tl.load(at, mask=here[:, None] & (col < limit)[None, :], other=0.0)
-    out = tl.dot(s0.to(dtype), tl.trans(b), input_precision=PRECISION)
+    b0 = tl.load(at, mask=here[:, None] & (col < limit)[None, :], other=0.0)
+    b1 = b0
+    b2 = b0
+    b3 = b0
     if W > 1:
-        b = tl.load(at + KT, mask=here[:, None] & (col + KT < limit)[None, :], other=0.0)
-        out = tl.dot(s1.to(dtype), tl.trans(b), out, input_precision=PRECISION)
+        b1 = tl.load(at + KT, mask=here[:, None] & (col + KT < limit)[None, :], other=0.0)
     if W > 2:
-        b = tl.load(at + 2 * KT, mask=here[:, None] & (col + 2 * KT < limit)[None, :], other=0.0)
-        out = tl.dot(s2.to(dtype), tl.trans(b), out, input_precision=PRECISION)
+        b2 = tl.load(at + 2 * KT, mask=here[:, None] & (col + 2 * KT < limit)[None, :], other=0.0)
     if W > 3:
-        b = tl.load(at + 3 * KT, mask=here[:, None] & (col + 3 * KT < limit)[None, :], other=0.0)
-        out = tl.dot(s3.to(dtype), tl.trans(b), out, input_precision=PRECISION)
+        b3 = tl.load(at + 3 * KT, mask=here[:, None] & (col + 3 * KT < limit)[None, :], other=0.0)
+    return b0, b1, b2, b3
+
+
+@triton.jit
+def project(s0, s1, s2, s3, b0, b1, b2, b3, W: tl.constexpr, PRECISION: tl.constexpr):
+    """S b^T (BV, C) over the first W tiles of key rows; S four tiles (BV, KT), b four tiles (C, KT)."""
+    out = tl.dot(s0.to(b0.dtype), tl.trans(b0), input_precision=PRECISION)
+    if W > 1:
+        out = tl.dot(s1.to(b0.dtype), tl.trans(b1), out, input_precision=PRECISION)
+    if W > 2:
+        out = tl.dot(s2.to(b0.dtype), tl.trans(b2), out, input_precision=PRECISION)
+    if W > 3:
+        out = tl.dot(s3.to(b0.dtype), tl.trans(b3), out, input_precision=PRECISION)
     return out
 
 
 @triton.jit
-def write(s0, s1, s2, s3, u, x, token, here, limit, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
-    """S + u x over the first W tiles; u (BV, C), x (tokens, H, K)."""
-    col = tl.arange(0, KT)
-    at = x + token[:, None] * K + col[None, :]
-    u = u.to(x.dtype.element_ty)
-    b = tl.load(at, mask=here[:, None] & (col < limit)[None, :], other=0.0)
-    s0 = tl.dot(u, b, s0, input_precision=PRECISION)
+def write(s0, s1, s2, s3, u, b0, b1, b2, b3, W: tl.constexpr, PRECISION: tl.constexpr):
+    """S + u b over the first W tiles; u (BV, C)."""
+    u = u.to(b0.dtype)
+    s0 = tl.dot(u, b0, s0, input_precision=PRECISION)
     if W > 1:
-        b = tl.load(at + KT, mask=here[:, None] & (col + KT < limit)[None, :], other=0.0)
-        s1 = tl.dot(u, b, s1, input_precision=PRECISION)
+        s1 = tl.dot(u, b1, s1, input_precision=PRECISION)
     if W > 2:
-        b = tl.load(at + 2 * KT, mask=here[:, None] & (col + 2 * KT < limit)[None, :], other=0.0)
-        s2 = tl.dot(u, b, s2, input_precision=PRECISION)
+        s2 = tl.dot(u, b2, s2, input_precision=PRECISION)
     if W > 3:
-        b = tl.load(at + 3 * KT, mask=here[:, None] & (col + 3 * KT < limit)[None, :], other=0.0)
-        s3 = tl.dot(u, b, s3, input_precision=PRECISION)
+        s3 = tl.dot(u, b3, s3, input_precision=PRECISION)
     return s0, s1, s2, s3
 
 
@@ -197,7 +223,7 @@ def carry_out(state, s, column, first, K: tl.constexpr, V: tl.constexpr, KT: tl.
 def scan(
     q, k, p, v, gates, solve, attend, chunks, documents, initial, out, fresh, states, final, scale, N,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr,
-    TILES: tl.constexpr, DELTA: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr,
+    TILES: tl.constexpr, DELTA: tl.constexpr, HAS_P: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One document, one head, BV value columns: the whole walk. The tile that opens first is the longest walk and starts first.
@@ -246,29 +272,30 @@ def scan(
             keys = width if KEY else K
             values = width if VALUE else V
             slot = c * H + h
-            running = tl.load(gates + slot * 3 * C + o)
-            total = tl.load(gates + slot * 3 * C + C - 1)
+            factor = tl.exp(tl.load(gates + slot * 6 * C + 4 * C - 1))
+            k0, k1, k2, k3 = fetch(k, token, here, keys, K, KT, phase + 1)
             if SAVE:
                 put(states + slot * V * K, s0, s1, s2, s3, column, K, V, KT, phase + 1)
             at = token[None, :] * V + column[:, None]
             u = tl.load(v + at, mask=here[None, :] & (column < values)[:, None], other=0.0)
             square = slot * C * C + o[:, None] * C + o[None, :]
             if DELTA:
-                before = tl.load(gates + slot * 3 * C + C + o)
-                strength = tl.load(gates + slot * 3 * C + 2 * C + o)
-                guess = project(s0, s1, s2, s3, p, token, here, keys, K, KT, phase + 1, PRECISION)
-                rest = (u.to(tl.float32) - guess * tl.exp(before)[None, :]) * strength[None, :]
+                p0, p1, p2, p3 = k0, k1, k2, k3
+                if HAS_P:
+                    p0, p1, p2, p3 = fetch(p, token, here, keys, K, KT, phase + 1)
+                guess = project(s0, s1, s2, s3, p0, p1, p2, p3, phase + 1, PRECISION)
+                rest = u.to(tl.float32) - guess * tl.load(gates + slot * 6 * C + 2 * C + o)[None, :]
                 if VALUE and HAS_INITIAL:
                     rest = tl.where((column < values)[:, None], rest, 0.0)
                 u = tl.dot(rest.to(dtype), tl.trans(tl.load(solve + square)), input_precision=PRECISION).to(dtype)
                 if SAVE:
                     tl.store(fresh + at, u, mask=here[None, :] & (column < V)[:, None])
-            y = project(s0, s1, s2, s3, q, token, here, keys, K, KT, phase + 1, PRECISION) * (tl.exp(running) * scale)[None, :]
+            q0, q1, q2, q3 = fetch(q, token, here, keys, K, KT, phase + 1)
+            y = project(s0, s1, s2, s3, q0, q1, q2, q3, phase + 1, PRECISION) * tl.load(gates + slot * 6 * C + o)[None, :]
             y = tl.dot(u, tl.trans(tl.load(attend + square)), y, input_precision=PRECISION)
             if VALUE and HAS_INITIAL:
                 y = tl.where((column < values)[:, None], y, 0.0)
             tl.store(out + at, y.to(dtype), mask=here[None, :] & (column < V)[:, None])
-            factor = tl.exp(total)
             s0 = fade(s0, factor, column, 0, width, KT, KEY, VALUE, HAS_INITIAL)
             if phase > 0:
                 s1 = fade(s1, factor, column, KT, width, KT, KEY, VALUE, HAS_INITIAL)
@@ -276,8 +303,8 @@ def scan(
                 s2 = fade(s2, factor, column, 2 * KT, width, KT, KEY, VALUE, HAS_INITIAL)
             if phase > 2:
                 s3 = fade(s3, factor, column, 3 * KT, width, KT, KEY, VALUE, HAS_INITIAL)
-            u = u.to(tl.float32) * tl.exp(total - running)[None, :]
-            s0, s1, s2, s3 = write(s0, s1, s2, s3, u, k, token, here, keys, K, KT, phase + 1, PRECISION)
+            u = u.to(tl.float32) * tl.load(gates + slot * 6 * C + C + o)[None, :]
+            s0, s1, s2, s3 = write(s0, s1, s2, s3, u, k0, k1, k2, k3, phase + 1, PRECISION)
         low = high
     if HAS_FINAL:
         carry_out(final + where, s0, column, 0, K, V, KT)

@@ -16,6 +16,7 @@ from proteus_lm.ops.triton.plan import TILE, Plan, build, capacity, regular
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # rule -> (writes an error, error against the decayed state)
 RULES = {"retention": (False, False), "delta_rule": (True, False), "gated_delta_rule": (True, True), "comba": (True, False)}
+TUNE: dict[str, Any] = {}  # experiments only
 DIAGONAL = 16  # block solved by substitution; larger ones are merged by products
 
 
@@ -47,7 +48,7 @@ def _shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, axis: str, blocks: i
     values, gated = v.shape[-1], blocks > 1
     key_gate, value_gate = gated and axis == "key", gated and axis == "value"
     wide = max(16, triton.next_power_of_2(keys))
-    tiles = min(4, wide // 16) if key_gate else 1
+    tiles = min(TUNE.get('NK', 4), wide // 16) if key_gate else 1
     dim = keys if axis == "key" else values
     # Open lengths are multiples of dim // blocks, or dim: what the compiler may assume of them to load 16 bytes at a time.
     width = dim // blocks if gated else dim
@@ -59,7 +60,7 @@ def _shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, axis: str, blocks: i
         chunk=chunk,
         key_tile=wide // tiles,
         key_tiles=tiles,
-        value_tile=min(64, max(16, triton.next_power_of_2(values))),
+        value_tile=min(TUNE.get('BV', 64), max(16, triton.next_power_of_2(values))),
         key_gate=key_gate,
         value_gate=value_gate,
         align=align,
@@ -98,7 +99,7 @@ def _walk(s: Shape, rule: str, half: bool) -> dict[str, Any]:
     return {
         **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": s.key_tile, "NK": s.key_tiles, "BV": s.value_tile},
         **{"TILES": s.tiles, "DELTA": RULES[rule][0], "VALUE": s.value_gate, **_gate(s)},
-        **{"STAGES": 2 if half and s.keys <= 128 else 1, "num_warps": 4},
+        **{"STAGES": TUNE.get("SST", 2 if half and s.keys <= 128 else 1), "num_warps": TUNE.get("SW", 4)},
     }
 
 
@@ -145,11 +146,11 @@ def linear(
     half = q.dtype != torch.float32
     forward.prepare[(n * s.heads,)](
         *(q, k, p, g, beta, plan.chunks, gates, solve, attend, scale),
-        **{"H": s.heads, "K": s.keys, "C": s.chunk, "KT": min(64, s.key_tile), "D": DIAGONAL},
+        **{"H": s.heads, "K": s.keys, "C": s.chunk, "KT": TUNE.get("PKT", min(64, s.key_tile)), "D": TUNE.get("PD", DIAGONAL)},
         **_flags(s, rule, g, p),
         **_gate(s),
         SOLVE_PRECISION="ieee" if INTERPRETED else "tf32" if half else "tf32x3",
-        num_warps=4,
+        num_warps=TUNE.get("PW", 4),
     )
     forward.scan[(s.documents * s.heads * -(-s.values // s.value_tile),)](
         *(q, k, k if p is None else p, v, gates, solve, attend, plan.chunks, plan.documents),
@@ -225,11 +226,11 @@ def linear_backward(
         HAS_FINAL=dfinal is not None,
         **_walk(s, rule, half),
     )
-    tile = min(s.key_tile, 64 if half else 32)
+    tile = min(s.key_tile, TUNE.get('GKT', 64) if half else 32)
     backward.gradients[(len(chunks) * s.heads,)](
         *(q, k, p, v, gates, chunks, do, fresh if delta else v, error, states, dstates, dq, dk, dp, dv, dg, dbeta, scale),
-        **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": tile, "BV": min(s.value_tile, 64)},
-        **{"VALUE": s.value_gate, "STAGES": 2 if half else 1, "num_warps": 4},
+        **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": tile, "BV": min(s.value_tile, TUNE.get("GBV", 64))},
+        **{"VALUE": s.value_gate, "STAGES": TUNE.get("GST", 2 if half else 1), "num_warps": TUNE.get("GW", 8)},
         **_flags(s, rule, g, p),
         **_gate(s),
     )

@@ -4,8 +4,8 @@ chunks, one program a (row, head), which carries the gradient of the state and a
 Buffers beside those of the forward: `to_act`, `to_grad` (P, g, b, hidden) and `to_state` (P, g, 2 * depth, d * hidden), operands'
 type: the reads' gradients of act(Z), G1 and of the chunk's start state. `to_err` (P, g, b, dv), `to_k` (P, g, b, dk) fp32: likewise of
 G2 and k. `unit` (P, g, 4, hidden): gradients by unit of the log share of W at the end, of S in W, of S in S; and of the log share of W
-at the reads, in mixed chunks. `turned` (P, g, 2, b, b): scratch through which a product is turned; a product fresh from the tensor
-cores must not be turned in registers (miscompiled on Hopper by triton 3.6).
+at the reads, in mixed chunks. `turned` (P, g, 4, b, b): scratch through which a product is turned; a product fresh from the tensor
+cores must not be turned in registers (miscompiled on Hopper by triton 3.6), and one that is needed in every tile would fill them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from proteus_lm.ops.triton_deep._common import (
     pointwise,
     read_scales,
 )
-from proteus_lm.ops.triton_deep._forward import end_scales
+from proteus_lm.ops.triton_deep._forward import end_scales, start_shadow
 
 
 @triton.jit
 def read_backward_kernel(
     q, k, dy, mix, vec, plan, opens, shadow, act, grad, err,
     dq, to_act, to_grad, to_state, to_err, to_k, d_mix, d_vec, unit, turned,
-    first, T, H, NC, plan_row,
+    first, T, H, plan_row,
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
-    ACT: tl.constexpr, DEEP: tl.constexpr, PRE: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
+    ACT: tl.constexpr, DEEP: tl.constexpr, PRE: tl.constexpr, MIXED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks of the segment, rows * heads). Writes dq and the reads' share of all other gradients."""
+    """Grid (chunks of the segment, rows * heads). Writes dq and the reads' share of all other gradients, of the chunks that are or
+    are not mixed."""
     i, p = tl.program_id(0), tl.program_id(1)
     row, head = p // H, p % H
     n = first + i
@@ -50,30 +51,30 @@ def read_backward_kernel(
     vec_at, mix_at, now = vec + at * VECTORS * B, mix + at * B * B, shadow + at * SLOT
     opens_at = opens + (row * plan_row + n) * HID
     width = tl.load(plan + (row * plan_row + n) * 2)
-    mixed = tl.load(plan + (row * plan_row + n) * 2 + 1) != 0
+    if tl.load(plan + (row * plan_row + n) * 2 + 1) != MIXED:
+        return
     square, square_t = t[:, None] * B + t[None, :], t[None, :] * B + t[:, None]
     theta = tl.load(vec_at + THETA * B + t)
-    raw = tl.load(mix_at + square)
-    share, share_t = raw * theta[None, :], tl.load(mix_at + square_t) * theta[:, None]
+    share = tl.load(mix_at + square) * theta[None, :]
 
     d_out = tl.load(dy + (token + t[:, None] * H) * DV + dv[None, :]).to(OPD)
     d_out_t = tl.load(dy + (token + t[None, :] * H) * DV + dv[:, None]).to(OPD)
     error = tl.load(err + at * B * DV + t[:, None] * DV + dv[None, :])
     error_t = tl.load(err + at * B * DV + t[None, :] * DV + dv[:, None])
     pair = mul(d_out, error_t, PREC)
-    far = (share * pair).to(OPD)
-    far_t = (share_t * mul(error, d_out_t, PREC)).to(OPD)
+    turn = turned + at * 4 * B * B
+    tl.store(turn + square, (share * pair).to(OPD))
     queries = tl.load(rows_q + dk[None, :]).to(OPD)
     if DEEP:
         queries_t = tl.load(q + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
-        keys = tl.load(k + (token + t[:, None] * H) * DK + dk[None, :]).to(OPD)
         keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
-        alike_1 = mul(queries, keys_t, PREC)
-        near = (share * alike_1).to(OPD)
-        near_t = (share_t * mul(keys, queries_t, PREC)).to(OPD)
-    if mixed:
+        tl.store(turn + B * B + square, (share * mul(queries, keys_t, PREC)).to(OPD))
+    if MIXED:
         tl.store(d_mix + at * B * B + square, tl.zeros((B, B), tl.float32))
-        tl.debug_barrier()
+    tl.debug_barrier()
+    far, far_t = tl.load(turn + square), tl.load(turn + square_t)
+    if DEEP:
+        near, near_t = tl.load(turn + B * B + square), tl.load(turn + B * B + square_t)
 
     alike = tl.zeros((B, B), tl.float32)
     pair_1 = tl.zeros((B, B), tl.float32)
@@ -84,7 +85,7 @@ def read_backward_kernel(
         kept = (cols < width)[None, :]
         opened = open_slots(opens_at, cols, width, B)
         mine = t[:, None] >= opened[None, :]
-        decay, carry = read_scales(vec_at, mix_at, opened, mixed, PRE, B, BH)
+        decay, carry = read_scales(vec_at, mix_at, opened, MIXED, PRE, B, BH)
         cells = at * B * HID + t[:, None] * HID + cols[None, :]
         second = cols[None, :] * DV + dv[:, None]  # W2 as (dv, tile)
         if DEEP:
@@ -100,11 +101,14 @@ def read_backward_kernel(
         x_op = x.to(OPD)
         a = tl.load(act + cells, mask=kept, other=0.0)
         alike = tl.dot(x_op, tl.trans(a), alike, input_precision=PREC)
-        w_t = tl.load(now + W2 + second, mask=kept, other=0.0)
-        s_t = tl.load(now + W2 + DV * HID + second, mask=kept, other=0.0)
-        back_w, back_s = mul(d_out, w_t, PREC), mul(d_out, s_t, PREC)
-        d_x = tl.where(mine, decay * back_w + carry * back_s - mul(far, a, PREC), 0.0)
-        d_decay, d_carry = x * back_w, x * back_s
+        tl.store(to_act + cells, (-mul(far_t, x_op, PREC)).to(OPD), mask=kept)
+        tl.store(to_state + at * SLOT + W2 + second, mul(d_out_t, (decay * x).to(OPD), PREC).to(OPD), mask=kept)
+        tl.store(to_state + at * SLOT + W2 + DV * HID + second, mul(d_out_t, (carry * x).to(OPD), PREC).to(OPD), mask=kept)
+        back = mul(d_out, tl.load(now + W2 + second, mask=kept, other=0.0), PREC)
+        d_decay, d_x = x * back, decay * back
+        back = mul(d_out, tl.load(now + W2 + DV * HID + second, mask=kept, other=0.0), PREC)
+        d_carry = x * back
+        d_x = tl.where(mine, d_x + carry * back - mul(far, a, PREC), 0.0)
         if DEEP:
             d_z = d_x * x_slope
             d_decay += d_z * by_w
@@ -118,26 +122,26 @@ def read_backward_kernel(
             tl.store(to_state + at * SLOT + DK * HID + first_cells, mul(queries_t, d_z_s, PREC).to(OPD), mask=kept)
         else:
             tl.store(dq + (token + t[:, None] * H) * DK + cols[None, :], d_x.to(dq.dtype.element_ty), mask=kept)
-        tl.store(to_act + cells, (-mul(far_t, x_op, PREC)).to(OPD), mask=kept)
-        tl.store(to_state + at * SLOT + W2 + second, mul(d_out_t, (decay * x).to(OPD), PREC).to(OPD), mask=kept)
-        tl.store(to_state + at * SLOT + W2 + DV * HID + second, mul(d_out_t, (carry * x).to(OPD), PREC).to(OPD), mask=kept)
         d_decay *= decay
-        if mixed:
+        if MIXED:
             d_decay = tl.where(t[:, None] - PRE >= opened[None, :], d_decay, 0.0)
             tl.store(unit + at * 4 * HID + 3 * HID + cols, tl.sum(d_decay, 0), mask=cols < width)
-            chosen = (opened[:, None] == t[None, :]).to(tl.float32)
+            chosen = (opened[:, None] == t[None, :]).to(OPD)
             so_far = tl.load(d_mix + at * B * B + square)
-            tl.store(d_mix + at * B * B + square, so_far + tl.dot(d_carry, chosen, input_precision=EXACT))
+            tl.store(d_mix + at * B * B + square, so_far + mul(d_carry.to(OPD), chosen, PREC))
             tl.debug_barrier()
         else:
             d_carry_read += tl.sum(d_carry, 1)
         d_log_read += tl.sum(d_decay, 1)
 
     eta = tl.load(vec_at + ETA * B + t)
-    d_share = -(alike * pair)
+    raw = tl.load(mix_at + square)
+    share = raw * theta[None, :]
+    d_share = -(alike * mul(d_out, error_t, PREC))
     if DEEP:
-        d_share -= pair_1 * alike_1
-    if mixed:
+        keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
+        d_share -= pair_1 * mul(queries, keys_t, PREC)
+    if MIXED:
         d_opened = tl.load(d_mix + at * B * B + square)
     else:
         d_opened = tl.where(t[None, :] == 0, d_carry_read[:, None], 0.0)
@@ -147,7 +151,7 @@ def read_backward_kernel(
     tl.store(d_out_vec + THETA * B, tl.sum(d_share * raw, 0))
     tl.store(d_out_vec + ETA * B, tl.sum(d_opened * raw, 0))
 
-    turn = turned + at * 2 * B * B
+    turn += 2 * B * B
     tl.store(turn + square, (share * alike).to(OPD))
     if DEEP:
         far_1 = (share * pair_1).to(OPD)
@@ -155,6 +159,7 @@ def read_backward_kernel(
     tl.debug_barrier()
     tl.store(to_err + at * B * DV + t[:, None] * DV + dv[None, :], -mul(tl.load(turn + square_t), d_out, PREC))
     if DEEP:
+        keys = tl.load(k + (token + t[:, None] * H) * DK + dk[None, :]).to(OPD)
         d_query -= mul(far_1, keys, PREC)
         tl.store(dq + (token + t[:, None] * H) * DK + dk[None, :], d_query.to(dq.dtype.element_ty))
         tl.store(to_k + at * B * DK + t[:, None] * DK + dk[None, :], -mul(tl.load(turn + B * B + square_t), queries, PREC))
@@ -162,14 +167,15 @@ def read_backward_kernel(
 
 @triton.jit
 def write_backward_kernel(
-    k, vec, plan, opens, full, shadow, act, slope, grad, bend, err,
-    to_act, to_grad, to_state, to_err, to_k, dw1, ds1, dw2, ds2, dk_out, dv_out, d_vec, unit, to_z, d_err,
-    first, count, T, H, NC, plan_row,
+    k, vec, plan, opens, full, shadow, act, slope, bend, err,
+    to_act, to_grad, to_state, to_err, dw1, ds1, dw2, ds2, d_shadow, dk_out, dv_out, d_vec, to_z, d_back, d_err,
+    first, count, T, H, plan_row,
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
     DEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows * heads). Brings the state's gradient (fp32, in place) back through the segment's chunks; writes dk, dv and the
-    writes' share of the gates' gradients. `to_z` (P, b, hidden) and `d_err` (P, b, dv), fp32 and operands' type: scratch of one chunk.
+    """Grid (rows * heads). Brings the state's gradient (fp32, in place) back through the segment's chunks; writes dv, for depth 1 dk,
+    and for `rest_backward_kernel` the state's gradient at each chunk's end (`d_shadow`, as `shadow`) and that of Z (`to_z`, as `act`).
+    `d_back` (P, b, hidden) and `d_err` (P, b, dv), operands' type: scratch of one chunk.
     """
     p = tl.program_id(0)
     row, head = p // H, p % H
@@ -179,9 +185,11 @@ def write_backward_kernel(
     W2: tl.constexpr = 2 * DK * HID if DEEP else 0
     wide = p.to(tl.int64)
     dw1, ds1, dw2, ds2 = dw1 + wide * DK * HID, ds1 + wide * DK * HID, dw2 + wide * DV * HID, ds2 + wide * DV * HID
-    to_z += wide * B * HID
+    d_back += wide * B * HID
     d_err += wide * B * DV
     rows_full = tl.load(full + row)
+    start_shadow(dw1, ds1, dw2, ds2, d_shadow + (wide * G + count - 1) * SLOT, 0, HID, DK, DV, HID, BH, DEEP)
+    tl.debug_barrier()
     for back in range(0, count):
         i = count - 1 - back
         n = first + i
@@ -191,116 +199,177 @@ def write_backward_kernel(
         opens_at = opens + (row * plan_row + n) * HID
         width = tl.load(plan + (row * plan_row + n) * 2)
         advances = n < rows_full
-        now, to_now = shadow + at * SLOT, to_state + at * SLOT
+        now, to_now, d_now = shadow + at * SLOT, to_state + at * SLOT, d_shadow + at * SLOT
         end_w = tl.where(advances, tl.load(vec_at + END_W * B + t), 0.0)[:, None]
         end_s = tl.where(advances, tl.load(vec_at + END_S * B + t), 0.0)[:, None]
-        keys = tl.load(k + (token + t[:, None] * H) * DK + dk[None, :]).to(OPD)
         error = tl.load(err + at * B * DV + t[:, None] * DV + dv[None, :])
-        error_t = tl.load(err + at * B * DV + t[None, :] * DV + dv[:, None])
-        d_error = tl.load(to_err + at * B * DV + t[:, None] * DV + dv[None, :])
-        d_end_w, d_end_s = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
         if DEEP:
-            d_key = tl.load(to_k + at * B * DK + t[:, None] * DK + dk[None, :])
+            keys = tl.load(k + (token + t[:, None] * H) * DK + dk[None, :]).to(OPD)
 
-        # First pass over the open tiles: all but what needs the whole gradient of the error.
+        # First pass over the open tiles: all that the gradient of the error is made of.
+        by_w2, by_s2 = tl.zeros((B, DV), tl.float32), tl.zeros((B, DV), tl.float32)
+        d_error = tl.zeros((B, DV), tl.float32)
         for j in range(0, tl.cdiv(width, BH)):
             cols = j * BH + tl.arange(0, BH)
             kept = (cols < width)[None, :]
-            opened = open_slots(opens_at, cols, width, B)
-            decay, carry_w, carry_s = end_scales(vec_at, opened, advances, B)
             cells = t[:, None] * HID + cols[None, :]
             there = at * B * HID + cells
             second = cols[None, :] * DV + dv[:, None]  # W2 as (dv, tile)
-            a = tl.load(act + there, mask=kept, other=0.0).to(tl.float32)
-            d_w = tl.load(dw2 + second, mask=kept, other=0.0)
-            d_s = tl.load(ds2 + second, mask=kept, other=0.0)
-            d_w_op, d_s_op = d_w.to(OPD), d_s.to(OPD)
-            back_w, back_s = mul(error, d_w_op, PREC), mul(error, d_s_op, PREC)
-            d_a = tl.load(to_act + there, mask=kept, other=0.0).to(tl.float32) - end_w * back_w - end_s * back_s
-            by_end_w, by_end_s = a * back_w, a * back_s
-            d_error = tl.dot((-end_w * a).to(OPD), tl.trans(d_w_op), d_error, input_precision=PREC)
-            d_error = tl.dot((-end_s * a).to(OPD), tl.trans(d_s_op), d_error, input_precision=PREC)
-            w = tl.load(now + W2 + second, mask=kept, other=0.0)
-            s = tl.load(now + W2 + DV * HID + second, mask=kept, other=0.0).to(tl.float32)
-            d_decay = tl.sum(w.to(tl.float32) * d_w, 0)
-            d_carry_w, d_carry_s = tl.sum(s * d_w, 0), tl.sum(s * d_s, 0)
-            new_w = decay[None, :] * d_w + tl.load(to_now + W2 + second, mask=kept, other=0.0).to(tl.float32)
-            new_s = carry_w[None, :] * d_w + carry_s[None, :] * d_s
-            new_s += tl.load(to_now + W2 + DV * HID + second, mask=kept, other=0.0).to(tl.float32)
+            d_w = tl.load(d_now + W2 + second, mask=kept, other=0.0)
+            d_s = tl.load(d_now + W2 + DV * HID + second, mask=kept, other=0.0)
+            d_a = tl.load(to_act + there, mask=kept, other=0.0).to(tl.float32)
+            d_a -= end_w * mul(error, d_w, PREC) + end_s * mul(error, d_s, PREC)
+            a = tl.load(act + there, mask=kept, other=0.0)
+            by_w2 = tl.dot(a, tl.trans(d_w), by_w2, input_precision=PREC)
+            by_s2 = tl.dot(a, tl.trans(d_s), by_s2, input_precision=PREC)
             if DEEP:
                 first_cells = dk[:, None] * HID + cols[None, :]
-                d_w1 = tl.load(dw1 + first_cells, mask=kept, other=0.0)
-                d_s1 = tl.load(ds1 + first_cells, mask=kept, other=0.0)
-                d_w1_op, d_s1_op = d_w1.to(OPD), d_s1.to(OPD)
-                g = tl.load(grad + there, mask=kept, other=0.0).to(tl.float32)
-                by_w, by_s = mul(keys, d_w1_op, PREC), mul(keys, d_s1_op, PREC)
-                by_end_w += g * by_w
-                by_end_s += g * by_s
-                d_g = tl.load(to_grad + there, mask=kept, other=0.0).to(tl.float32) - end_w * by_w - end_s * by_s
+                d_w1 = tl.load(d_now + first_cells, mask=kept, other=0.0)
+                d_s1 = tl.load(d_now + DK * HID + first_cells, mask=kept, other=0.0)
+                d_g = tl.load(to_grad + there, mask=kept, other=0.0).to(tl.float32)
+                d_g -= end_w * mul(keys, d_w1, PREC) + end_s * mul(keys, d_s1, PREC)
                 rise = tl.load(slope + there, mask=kept, other=0.0).to(tl.float32)
-                d_back = (d_g * rise).to(OPD)
-                d_z = d_g * tl.load(bend + there, mask=kept, other=0.0).to(tl.float32) + d_a * rise
-                tl.store(to_z + cells, d_z, mask=kept)
-                d_error = tl.dot(d_back, tl.trans(w), d_error, input_precision=PREC)
-                new_w += mul(error_t, d_back, PREC)
-                d_key = tl.dot((-end_w * g).to(OPD), tl.trans(d_w1_op), d_key, input_precision=PREC)
-                d_key = tl.dot((-end_s * g).to(OPD), tl.trans(d_s1_op), d_key, input_precision=PREC)
-                w1 = tl.load(now + first_cells, mask=kept, other=0.0).to(tl.float32)
-                s1 = tl.load(now + DK * HID + first_cells, mask=kept, other=0.0).to(tl.float32)
-                d_decay += tl.sum(w1 * d_w1, 0)
-                d_carry_w += tl.sum(s1 * d_w1, 0)
-                d_carry_s += tl.sum(s1 * d_s1, 0)
-                new_w1 = decay[None, :] * d_w1 + tl.load(to_now + first_cells, mask=kept, other=0.0).to(tl.float32)
-                new_s1 = carry_w[None, :] * d_w1 + carry_s[None, :] * d_s1
-                new_s1 += tl.load(to_now + DK * HID + first_cells, mask=kept, other=0.0).to(tl.float32)
-                tl.store(dw1 + first_cells, new_w1, mask=kept)
-                tl.store(ds1 + first_cells, new_s1, mask=kept)
+                curve = tl.load(bend + there, mask=kept, other=0.0).to(tl.float32)
+                tl.store(to_z + there, (d_g * curve + d_a * rise).to(OPD), mask=kept)
+                d_h = (d_g * rise).to(OPD)
+                tl.store(d_back + cells, d_h, mask=kept)
+                w = tl.load(now + W2 + second, mask=kept, other=0.0)
+                d_error = tl.dot(d_h, tl.trans(w), d_error, input_precision=PREC)
             else:
-                tl.store(to_z + cells, d_a, mask=kept)
-            tl.store(dw2 + second, new_w, mask=kept)
-            tl.store(ds2 + second, new_s, mask=kept)
-            to_unit = unit + at * 4 * HID + cols
-            real = (cols < width) & advances
-            tl.store(to_unit, tl.where(real, d_decay * decay, 0.0), mask=cols < width)
-            tl.store(to_unit + HID, tl.where(real, d_carry_w, 0.0), mask=cols < width)
-            tl.store(to_unit + 2 * HID, tl.where(real, d_carry_s, 0.0), mask=cols < width)
-            d_end_w -= tl.sum(by_end_w, 1)
-            d_end_s -= tl.sum(by_end_s, 1)
+                tl.store(to_z + there, d_a.to(OPD), mask=kept)
+        wide_error = error.to(tl.float32)
         d_vec_at = d_vec + at * VECTORS * B + t
-        tl.store(d_vec_at + END_W * B, tl.where(advances, d_end_w, 0.0))
-        tl.store(d_vec_at + END_S * B, tl.where(advances, d_end_s, 0.0))
+        tl.store(d_vec_at + END_W * B, -tl.sum(wide_error * by_w2, 1))
+        tl.store(d_vec_at + END_S * B, -tl.sum(wide_error * by_s2, 1))
+        d_error += tl.load(to_err + at * B * DV + t[:, None] * DV + dv[None, :]) - end_w * by_w2 - end_s * by_s2
         tl.store(dv_out + (token + t[:, None] * H) * DV + dv[None, :], (-d_error).to(dv_out.dtype.element_ty))
         d_error_op = d_error.to(OPD)
         tl.store(d_err + t[:, None] * DV + dv[None, :], d_error_op)
         tl.debug_barrier()
 
-        # Second pass: the error's gradient goes back through the write side.
+        # Second pass: the error's gradient back through the write side, and the state's gradient to the chunk's start.
         d_error_t = tl.load(d_err + t[None, :] * DV + dv[:, None])
-        keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
+        if DEEP:
+            error_t = tl.load(err + at * B * DV + t[None, :] * DV + dv[:, None])
+            keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
         for j in range(0, tl.cdiv(width, BH)):
             cols = j * BH + tl.arange(0, BH)
-            kept = (cols < width)[None, :]
+            kept, shadowed = (cols < width)[None, :], (cols < tl.where(i > 0, width, 0))[None, :]
+            opened = open_slots(opens_at, cols, width, B)
+            decay, carry_w, carry_s = end_scales(vec_at, opened, advances, B)
             cells = t[:, None] * HID + cols[None, :]
             there = at * B * HID + cells
             second = cols[None, :] * DV + dv[:, None]
             w = tl.load(now + W2 + second, mask=kept, other=0.0)
             a = tl.load(act + there, mask=kept, other=0.0)
             d_a = mul(d_error_op, w, PREC)
-            d_w = tl.load(dw2 + second, mask=kept, other=0.0)
-            tl.store(dw2 + second, tl.dot(d_error_t, a, d_w, input_precision=PREC), mask=kept)
-            so_far = tl.load(to_z + cells, mask=kept, other=0.0)
+            so_far = tl.load(to_z + there, mask=kept, other=0.0).to(tl.float32)
+            change = mul(d_error_t, a, PREC)
             if DEEP:
                 rise = tl.load(slope + there, mask=kept, other=0.0).to(tl.float32)
                 d_z = (so_far + d_a * rise).to(OPD)
+                tl.store(to_z + there, d_z, mask=kept)
                 first_cells = dk[:, None] * HID + cols[None, :]
-                w1 = tl.load(now + first_cells, mask=kept, other=0.0)
-                d_key = tl.dot(d_z, tl.trans(w1), d_key, input_precision=PREC)
-                d_w1 = tl.load(dw1 + first_cells, mask=kept, other=0.0)
-                tl.store(dw1 + first_cells, tl.dot(keys_t, d_z, d_w1, input_precision=PREC), mask=kept)
+                _back(dw1, ds1, to_now, DK * HID, d_now, -SLOT, first_cells, kept, shadowed,
+                      decay[None, :], carry_w[None, :], carry_s[None, :], mul(keys_t, d_z, PREC))  # fmt: skip
+                change = tl.dot(error_t, tl.load(d_back + cells, mask=kept, other=0.0), change, input_precision=PREC)
             else:
-                opened = open_slots(opens_at, cols, width, B)
                 d_k = tl.where(t[:, None] >= opened[None, :], so_far + d_a, 0.0)
                 tl.store(dk_out + (token + t[:, None] * H) * DK + cols[None, :], d_k.to(dk_out.dtype.element_ty), mask=kept)
-        if DEEP:
-            tl.store(dk_out + (token + t[:, None] * H) * DK + dk[None, :], d_key.to(dk_out.dtype.element_ty))
+            _back(dw2, ds2, to_now + W2, DV * HID, d_now + W2, -SLOT, second, kept, shadowed,
+                  decay[None, :], carry_w[None, :], carry_s[None, :], change)  # fmt: skip
         tl.debug_barrier()
+
+
+@triton.jit
+def _back(d_w, d_s, to_state, half, d_shadow, previous, cells, kept, shadowed, decay, carry_w, carry_s, change):
+    """One tile of the gradients of W and S from a chunk's end to its start, and their copies for the chunk before."""
+    w = tl.load(d_w + cells, mask=kept, other=0.0)
+    s = tl.load(d_s + cells, mask=kept, other=0.0)
+    s = carry_w * w + carry_s * s + tl.load(to_state + half + cells, mask=kept, other=0.0).to(tl.float32)
+    w = decay * w + change + tl.load(to_state + cells, mask=kept, other=0.0).to(tl.float32)
+    tl.store(d_w + cells, w, mask=kept)
+    tl.store(d_s + cells, s, mask=kept)
+    tl.store(d_shadow + previous + cells, w.to(d_shadow.dtype.element_ty), mask=shadowed)
+    tl.store(d_shadow + previous + half + cells, s.to(d_shadow.dtype.element_ty), mask=shadowed)
+
+
+@triton.jit
+def rest_backward_kernel(
+    k, vec, plan, opens, full, shadow, d_shadow, grad, to_z, to_k, dk_out, d_vec, unit,
+    first, T, H, plan_row,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
+    DEEP: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks of the segment, rows * heads). What follows from the state's gradient and on which nothing else depends: dk, and
+    the writes' share of the gates' gradients.
+    """
+    i, p = tl.program_id(0), tl.program_id(1)
+    row, head = p // H, p % H
+    n = first + i
+    OPD: tl.constexpr = shadow.dtype.element_ty
+    t, dk, dv = tl.arange(0, B), tl.arange(0, DK), tl.arange(0, DV)
+    SLOT: tl.constexpr = (2 * DK + 2 * DV) * HID if DEEP else 2 * DV * HID
+    W2: tl.constexpr = 2 * DK * HID if DEEP else 0
+    at = p.to(tl.int64) * G + i
+    token = (row.to(tl.int64) * T + n * B) * H + head
+    vec_at = vec + at * VECTORS * B
+    opens_at = opens + (row * plan_row + n) * HID
+    width = tl.load(plan + (row * plan_row + n) * 2)
+    advances = n < tl.load(full + row)
+    now, d_now = shadow + at * SLOT, d_shadow + at * SLOT
+    unit += at * 4 * HID
+    if DEEP:
+        d_key = tl.zeros((B, DK), tl.float32)
+        by_w1, by_s1 = tl.zeros((B, DK), tl.float32), tl.zeros((B, DK), tl.float32)
+    for j in range(0, tl.cdiv(width, BH)):
+        cols = j * BH + tl.arange(0, BH)
+        kept = (cols < width)[None, :]
+        opened = open_slots(opens_at, cols, width, B)
+        decay, _, _ = end_scales(vec_at, opened, advances, B)
+        second = cols[None, :] * DV + dv[:, None]
+        w, s = _pair(now + W2 + second, DV * HID, kept)
+        d_w, d_s = _pair(d_now + W2 + second, DV * HID, kept)
+        d_decay, d_carry_w, d_carry_s = _sums(w, s, d_w, d_s)
+        if DEEP:
+            first_cells = dk[:, None] * HID + cols[None, :]
+            w, s = _pair(now + first_cells, DK * HID, kept)
+            d_w, d_s = _pair(d_now + first_cells, DK * HID, kept)
+            more = _sums(w, s, d_w, d_s)
+            d_decay += more[0]
+            d_carry_w += more[1]
+            d_carry_s += more[2]
+            there = at * B * HID + t[:, None] * HID + cols[None, :]
+            g = tl.load(grad + there, mask=kept, other=0.0)
+            by_w1 = tl.dot(g, tl.trans(d_w), by_w1, input_precision=PREC)
+            by_s1 = tl.dot(g, tl.trans(d_s), by_s1, input_precision=PREC)
+            d_z = tl.load(to_z + there, mask=kept, other=0.0)
+            d_key = tl.dot(d_z, tl.trans(w), d_key, input_precision=PREC)
+        tl.store(unit + cols, tl.where(advances, d_decay * decay, 0.0), mask=cols < width)
+        tl.store(unit + HID + cols, tl.where(advances, d_carry_w, 0.0), mask=cols < width)
+        tl.store(unit + 2 * HID + cols, tl.where(advances, d_carry_s, 0.0), mask=cols < width)
+    d_vec += at * VECTORS * B + t
+    d_end_w, d_end_s = tl.load(d_vec + END_W * B), tl.load(d_vec + END_S * B)
+    if DEEP:
+        keys = tl.load(k + (token + t[:, None] * H) * DK + dk[None, :]).to(tl.float32)
+        d_end_w -= tl.sum(keys * by_w1, 1)
+        d_end_s -= tl.sum(keys * by_s1, 1)
+        end_w = tl.where(advances, tl.load(vec_at + END_W * B + t), 0.0)[:, None]
+        end_s = tl.where(advances, tl.load(vec_at + END_S * B + t), 0.0)[:, None]
+        d_key += tl.load(to_k + at * B * DK + t[:, None] * DK + dk[None, :]) - end_w * by_w1 - end_s * by_s1
+        tl.store(dk_out + (token + t[:, None] * H) * DK + dk[None, :], d_key.to(dk_out.dtype.element_ty))
+    tl.store(d_vec + END_W * B, tl.where(advances, d_end_w, 0.0))
+    tl.store(d_vec + END_S * B, tl.where(advances, d_end_s, 0.0))
+
+
+@triton.jit
+def _pair(cells, half, kept):
+    """A tile of W and of S."""
+    return tl.load(cells, mask=kept, other=0.0), tl.load(cells + half, mask=kept, other=0.0)
+
+
+@triton.jit
+def _sums(w, s, d_w, d_s):
+    """By unit (columns): <W, dW>, <S, dW>, <S, dS>."""
+    w, s, d_w, d_s = w.to(tl.float32), s.to(tl.float32), d_w.to(tl.float32), d_s.to(tl.float32)
+    return tl.sum(w * d_w, 0), tl.sum(s * d_w, 0), tl.sum(s * d_s, 0)

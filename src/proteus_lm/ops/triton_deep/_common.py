@@ -17,7 +17,7 @@ import triton.language as tl
 # Rows of `vec`: log of the start weights' share at each read; the same before each slot; what of each token's gradient is in W and in
 # S at the chunk's end; start momentum in W and in S at the end, by opening slot; the log share of W at the end; theta; eta.
 LOG_READ, LOG_BEFORE, END_W, END_S, CARRY_W, CARRY_S, LOG_END, THETA, ETA = (tl.constexpr(i) for i in range(9))
-VECTORS = 9
+VECTORS = tl.constexpr(9)
 
 
 @triton.jit
@@ -54,11 +54,11 @@ def open_slots(opens, cols, width, B: tl.constexpr):
 
 
 @triton.jit
-def read_scales(vec, mix, opened, mixed, PRE: tl.constexpr, B: tl.constexpr, BH: tl.constexpr):
+def read_scales(vec, mix, opened, MIXED: tl.constexpr, PRE: tl.constexpr, B: tl.constexpr, BH: tl.constexpr):
     """Shares of the start weights and of the start momentum at each read, (b, tile): of all units alike, or by opening slot."""
     t = tl.arange(0, B)
     log_read = tl.load(vec + LOG_READ * B + t)
-    if mixed:
+    if MIXED:
         at = tl.minimum(opened, B - 1)
         before = tl.load(vec + LOG_BEFORE * B + at)
         eta = tl.load(vec + ETA * B + at)

@@ -40,7 +40,7 @@ def _copy_tile(state, shadow, cells, mask):
 
 
 @triton.jit
-def _start_shadow(
+def start_shadow(
     w1, s1, w2, s2, shadow, low, high,
     DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def _update(state_w, state_s, shadow, next_shadow_w, next_shadow_s, cells, kept,
 @triton.jit
 def write_kernel(
     k, v, vec, plan, opens, full, w1, s1, w2, s2, shadow, act, slope, grad, bend, err,
-    first, count, T, H, NC, plan_row,
+    first, count, T, H, plan_row,
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
     ACT: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def write_kernel(
     rows_full = tl.load(full + row)
     plan_at = plan + (row * plan_row + first) * 2
     width = tl.load(plan_at)
-    _start_shadow(w1, s1, w2, s2, shadow, 0, width, DK, DV, HID, BH, DEEP)
+    start_shadow(w1, s1, w2, s2, shadow, 0, width, DK, DV, HID, BH, DEEP)
     tl.debug_barrier()
     for i in range(0, count):
         n = first + i
@@ -145,7 +145,7 @@ def write_kernel(
         if DEEP:
             keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(tl.float32)
             keys_w, keys_s = (keys_t * end_w[None, :]).to(OPD), (keys_t * end_s[None, :]).to(OPD)
-        more = i + 1 < count
+        to_shadow = tl.where(i + 1 < count, width, 0)
         for j in range(0, tl.cdiv(width, BH)):
             cols = j * BH + tl.arange(0, BH)
             open_ = cols < width
@@ -153,7 +153,7 @@ def write_kernel(
             decay, carry_w, carry_s = end_scales(vec_at, opened, advances, B)
             cells = t[:, None] * HID + cols[None, :]
             second = cols[None, :] * DV + dv[:, None]  # W2 as (dv, tile)
-            kept = open_[None, :]
+            kept, shadowed = open_[None, :], (cols < to_shadow)[None, :]
             if DEEP:
                 w = tl.load(now + W2 + second, mask=kept, other=0.0)
                 back = mul(error, w, PREC)
@@ -163,27 +163,27 @@ def write_kernel(
                     c = tl.load(bend_at + cells, mask=kept, other=0.0).to(tl.float32)
                     tl.store(bend_at + cells, (back * c).to(OPD), mask=kept)
                 _update(
-                    w1, s1, now, SLOT, SLOT + DK * HID, dk[:, None] * HID + cols[None, :], kept, kept & more,
+                    w1, s1, now, SLOT, SLOT + DK * HID, dk[:, None] * HID + cols[None, :], kept, shadowed,
                     decay[None, :], carry_w[None, :], carry_s[None, :], keys_w, keys_s, g, PREC,
                 )  # fmt: skip
             a = tl.load(act_at + cells, mask=kept, other=0.0)
             _update(
-                w2, s2, now, SLOT + W2, SLOT + W2 + DV * HID, second, kept, kept & more,
+                w2, s2, now, SLOT + W2, SLOT + W2 + DV * HID, second, kept, shadowed,
                 decay[None, :], carry_w[None, :], carry_s[None, :], error_w, error_s, a, PREC,
             )  # fmt: skip
-        if more:
-            _start_shadow(w1, s1, w2, s2, now + SLOT, width, tl.load(plan_at + 2 * i + 2), DK, DV, HID, BH, DEEP)
+        if i + 1 < count:
+            start_shadow(w1, s1, w2, s2, now + SLOT, width, tl.load(plan_at + 2 * i + 2), DK, DV, HID, BH, DEEP)
         tl.debug_barrier()
 
 
 @triton.jit
 def read_kernel(
     q, k, mix, vec, plan, opens, shadow, act, grad, err, y,
-    first, T, H, NC, plan_row,
+    first, T, H, plan_row,
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
-    ACT: tl.constexpr, DEEP: tl.constexpr, PRE: tl.constexpr, PREC: tl.constexpr,
+    ACT: tl.constexpr, DEEP: tl.constexpr, PRE: tl.constexpr, MIXED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks of the segment, rows * heads): y of each chunk, with each token's own weights (spec/deep.md 2.2, 3.4)."""
+    """Grid (chunks of the segment, rows * heads): y of the chunks that are or are not mixed, with each token's own weights (spec/deep.md 2.2, 3.4)."""
     i, p = tl.program_id(0), tl.program_id(1)
     row, head = p // H, p % H
     n = first + i
@@ -197,7 +197,8 @@ def read_kernel(
     vec_at, mix_at, now = vec + at * VECTORS * B, mix + at * B * B, shadow + at * SLOT
     opens_at = opens + (row * plan_row + n) * HID
     width = tl.load(plan + (row * plan_row + n) * 2)
-    mixed = tl.load(plan + (row * plan_row + n) * 2 + 1) != 0
+    if tl.load(plan + (row * plan_row + n) * 2 + 1) != MIXED:
+        return
     share = tl.load(mix_at + t[:, None] * B + t[None, :]) * tl.load(vec_at + THETA * B + t)[None, :]
     queries = tl.load(rows_q + dk[None, :]).to(OPD)
     if DEEP:
@@ -210,7 +211,7 @@ def read_kernel(
         open_ = cols < width
         opened = open_slots(opens_at, cols, width, B)
         mine = t[:, None] >= opened[None, :]
-        decay, carry = read_scales(vec_at, mix_at, opened, mixed, PRE, B, BH)
+        decay, carry = read_scales(vec_at, mix_at, opened, MIXED, PRE, B, BH)
         if DEEP:
             first_cells = dk[:, None] * HID + cols[None, :]
             w = tl.load(now + first_cells, mask=open_[None, :], other=0.0)

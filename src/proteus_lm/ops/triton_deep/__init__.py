@@ -1,0 +1,87 @@
+"""Triton kernels of Titans' memory, depth 1 and 2: `scan` takes the place of the chunkwise PyTorch scan. See docs/titans-kernel.md.
+
+Importing this needs no Triton; running it does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+CHUNKS = (16, 32, 64, 128)
+HEAD_DIMS = (32, 64, 128)
+
+
+def refuse(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int) -> str | None:
+    """Why the kernels cannot run these inputs, or None.
+
+    Args:
+        tokens: q, k, v, theta, alpha, eta of a call.  weights: its memory.  chunk: tokens between two boundaries.
+    """
+    q, k, v = tokens[:3]
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if q.device.type != "cuda" and not interpreted:
+        return f"tensors on {q.device.type}; the kernels need a CUDA device (or TRITON_INTERPRET=1)"
+    if any(t.dtype == torch.float64 for t in (*tokens, *weights)):
+        return "fp64 tensors; the kernels compute in bf16 or tf32 with fp32 sums"
+    kinds = {t.dtype for t in (q, k, v)}
+    if len(kinds) > 1 or not kinds <= {torch.bfloat16, torch.float32}:
+        return f"q, k, v of types {sorted(str(t) for t in kinds)}; they must be all bf16 or all fp32"
+    if interpreted and torch.bfloat16 in kinds:
+        return "bf16 in Triton's interpreter, which has no bf16"
+    if len(weights) not in (1, 2):
+        return f"{len(weights)} layers; the kernels have memories of 1 or 2"
+    if chunk not in CHUNKS:
+        return f"chunk of {chunk}; it must be one of {', '.join(map(str, CHUNKS))}"
+    dims = q.shape[-1], v.shape[-1]
+    if dims[0] not in HEAD_DIMS or dims[1] not in HEAD_DIMS:
+        return f"heads of {dims[0]} and {dims[1]}; they must be of {', '.join(map(str, HEAD_DIMS))}"
+    hidden = weights[0].shape[-1]
+    most = max(4 * dims[0], 256)
+    if len(weights) == 2 and (hidden % 16 or hidden > most):
+        return f"{hidden} hidden units; they must be a multiple of 16, at most {most} for heads of {dims[0]}"
+    return None
+
+
+def scan(
+    tokens: Sequence[Tensor],
+    open_rows: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    momentum: Sequence[Tensor],
+    active: Tensor,
+    open_active: Tensor | None,
+    offset: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    chunk: int,
+    read: str,
+    memory_activation: str,
+) -> list[Tensor]:
+    """Read and write an MLP memory along rows of tokens; inputs that `refuse` does not name.
+
+    Args:
+        tokens: q, k (B, T, H, D), v (B, T, H, Dv), theta, alpha, eta (B, T, H).
+        open_rows: k, v, theta, alpha, eta (N, chunk, H, ...): tokens of earlier calls since the last boundary; or nothing.
+        weights, momentum: the state at the last boundary, fp32 (N, H, in, out) each.
+        active: int64 (B or 1, T), open units at each token.  open_active: int64 (N, chunk), at each open row.
+        offset: int64 (N or 1), position of each row's first token; on the CPU it costs no transfer.
+        cu_seqlens: int (N + 1), where B = 1 row holds N documents.
+
+    Returns:
+        y (B, T, H, Dv) in the type of v; weights and momentum (N, H, in, out) at each row's last boundary.
+    """
+    from proteus_lm.ops.triton_deep._align import Grid, align
+    from proteus_lm.ops.triton_deep._operator import titans_kernels
+
+    grid = Grid(weights[0].shape[0], tokens[0].shape[1], offset, cu_seqlens, chunk, tokens[0].device)
+    tokens_, active_, full = align(grid, tokens, open_rows, active, open_active)
+    leaves = (*tokens, *open_rows, *weights, *momentum)
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+    out = titans_kernels(tokens_, list(weights), list(momentum), active_, full, chunk, read, memory_activation, save)
+    return [grid.back(out[0]), *out[1 : 1 + 2 * len(weights)]]

@@ -1,0 +1,233 @@
+"""Launches: buffers of one segment of chunks, and the kernels over the segments, forwards and backwards.
+
+Memory is the price of working out the reads of many chunks at once, so the sequence is cut into segments. Their buffers are used
+again and again; between them only the state is kept (fp32, one a segment), from which the backward works a segment out once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from proteus_lm.ops.triton_deep._backward import read_backward_kernel, rest_backward_kernel, write_backward_kernel
+from proteus_lm.ops.triton_deep._common import VECTORS
+from proteus_lm.ops.triton_deep._forward import read_kernel, write_kernel
+from proteus_lm.ops.triton_deep._gates import gates_backward_kernel, gates_kernel
+
+SEGMENT = 16  # chunks whose start states are held at once
+
+
+class Problem(NamedTuple):
+    """Sizes of a call: rows, tokens (a multiple of `chunk`), heads, chunk, D, Dv, hidden units (D for depth 1), depth."""
+
+    rows: int
+    tokens: int
+    heads: int
+    chunk: int
+    dk: int
+    dv: int
+    hidden: int
+    depth: int
+    function: str
+    pre: int
+    dtype: torch.dtype
+    segment: int
+
+    @property
+    def chunks(self) -> int:
+        return self.tokens // self.chunk
+
+    @property
+    def programs(self) -> int:
+        return self.rows * self.heads
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """(first chunk, chunks) of each segment."""
+        return [(a, min(self.segment, self.chunks - a)) for a in range(0, self.chunks, self.segment)]
+
+    @property
+    def tile(self) -> int:
+        """Hidden units worked on at once: what a locked block saves comes in these steps."""
+        return min(32, max(16, triton.next_power_of_2(self.hidden)))
+
+    @property
+    def cells(self) -> int:
+        """Numbers in the state of a program."""
+        return 2 * self.dv * self.hidden + (2 * self.dk * self.hidden if self.depth == 2 else 0)
+
+    def sizes(self, **more: Any) -> dict[str, Any]:
+        """Constants of the kernels with hidden tiles."""
+        precision = "tf32" if self.dtype == torch.float32 else "ieee"
+        return {
+            "B": self.chunk, "DK": self.dk, "DV": self.dv, "HID": self.hidden, "BH": self.tile, "G": self.segment,
+            "DEEP": self.depth == 2, "PREC": precision, **more,
+        }  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """What is open where: `active` int32 (rows or 1, T), and the tables of `_common`; `full` int32 (rows): chunks that end."""
+
+    active: Tensor
+    plan: Tensor
+    opens: Tensor
+    full: Tensor
+
+    def strides(self) -> tuple[int, int]:
+        """Steps from row to row in `active` and in the tables; 0 where all rows share one."""
+        shared = self.active.shape[0] == 1
+        return (0, 0) if shared else (self.active.shape[1], self.plan.shape[1])
+
+
+def make_plan(active: Tensor, full: Tensor, problem: Problem) -> Plan:
+    """Tables from the open units of each slot, (rows or 1, T), 0 for a slot without a token."""
+    highest = active.cummax(1).values
+    least = torch.where(active > 0, active, problem.hidden).amin(1, keepdim=True)
+    filled = torch.where(highest > 0, highest, least)  # an empty slot opens nothing and closes nothing
+    cut = filled.view(len(filled), problem.chunks, problem.chunk)
+    units = torch.arange(problem.hidden, device=active.device)
+    opens = torch.searchsorted(cut.contiguous(), units.expand(*cut.shape[:2], -1).contiguous(), right=True)
+    width = active.view(cut.shape).amax(-1)
+    mixed = ((opens > 0) & (opens < problem.chunk)).any(-1)
+    opens, plan = opens.int(), torch.stack([width, mixed.to(width.dtype)], -1).int()
+    return Plan(active.int().contiguous(), plan.contiguous(), opens.contiguous(), full.int().contiguous())
+
+
+class Buffers:
+    """What one segment needs between its kernels; see `_common` and `_backward`."""
+
+    def __init__(self, problem: Problem, device: torch.device, *, backward: bool) -> None:
+        programs, g, b = problem.programs, problem.segment, problem.chunk
+        deep = problem.depth == 2
+
+        def new(*shape: int, dtype: torch.dtype = problem.dtype) -> Tensor:
+            return torch.empty(programs, *shape, device=device, dtype=dtype)
+
+        wide = torch.float32
+        self.mix, self.vec = new(g, b, b, dtype=wide), new(g, VECTORS.value, b, dtype=wide)
+        self.passed = new(g, b, b, dtype=wide) if backward else self.mix
+        self.shadow = new(g, problem.cells)
+        self.act, self.err = new(g, b, problem.hidden), new(g, b, problem.dv)
+        self.grad = new(g, b, problem.hidden) if deep else self.act
+        kept = (g,) if backward else ()
+        self.slope = new(*kept, b, problem.hidden) if deep else self.act
+        self.bend = new(*kept, b, problem.hidden) if deep and backward else self.act
+        if not backward:
+            return
+        self.to_act = new(g, b, problem.hidden)
+        self.to_grad = new(g, b, problem.hidden) if deep else self.to_act
+        self.to_state = new(g, problem.cells)
+        self.to_err, self.to_k = new(g, b, problem.dv, dtype=wide), new(g, b, problem.dk, dtype=wide)
+        self.d_mix, self.d_vec = new(g, b, b, dtype=wide), new(g, VECTORS.value, b, dtype=wide)
+        self.unit, self.turned = new(g, 4, problem.hidden, dtype=wide), new(g, 4, b, b)
+        self.d_shadow, self.to_z = new(g, problem.cells), new(g, b, problem.hidden)
+        self.d_back, self.d_err = new(b, problem.hidden) if deep else self.to_z, new(b, problem.dv)
+
+
+def _gates(problem: Problem, gates: Sequence[Tensor], plan: Plan, buffers: Buffers, first: int, count: int, keep: bool) -> None:
+    gates_kernel[(count, problem.programs)](
+        *gates, plan.active, buffers.mix, buffers.passed, buffers.vec, first, problem.tokens, problem.heads, plan.strides()[0],
+        G=problem.segment, B=problem.chunk, PRE=problem.pre, KEEP=keep, num_warps=1,
+    )  # fmt: skip
+
+
+def _write(
+    problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Sequence[Tensor], buffers: Buffers, first: int, count: int, keep: bool
+) -> None:
+    w1, s1, w2, s2 = state
+    write_kernel[(problem.programs,)](
+        tokens[1], tokens[2], buffers.vec, plan.plan, plan.opens, plan.full, w1, s1, w2, s2,
+        buffers.shadow, buffers.act, buffers.slope, buffers.grad, buffers.bend, buffers.err,
+        first, count, problem.tokens, problem.heads, plan.strides()[1],
+        **problem.sizes(ACT=problem.function, KEEP=keep), num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def _four(state: Sequence[Tensor]) -> list[Tensor]:
+    """W1, S1, W2, S2 from weights, then momentum; one layer stands in for both."""
+    depth = len(state) // 2
+    return [state[0], state[depth], state[depth - 1], state[-1]]
+
+
+def forward(
+    problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Sequence[Tensor], save: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """y (rows, T, H, Dv), and the states at the starts of all segments but the first, (segments - 1, rows, H, in, out) each.
+
+    Args:
+        tokens: q, k, v, theta, alpha, eta, contiguous.
+        state: weights, then momentum, fp32 (rows, H, in, out), brought to the last boundary in place.
+    """
+    q, k, v, *gates = tokens
+    y = torch.empty_like(v)
+    buffers = Buffers(problem, q.device, backward=False)
+    saved = [t.new_empty(len(problem.segments) - 1 if save else 0, *t.shape) for t in state]
+    for number, (first, count) in enumerate(problem.segments):
+        if save and number:
+            for target, source in zip(saved, state):
+                target[number - 1].copy_(source)
+        _gates(problem, gates, plan, buffers, first, count, keep=False)
+        _write(problem, tokens, plan, _four(state), buffers, first, count, keep=False)
+        for mixed in (0, 1):
+            read_kernel[(count, problem.programs)](
+                q, k, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err, y,
+                first, problem.tokens, problem.heads, plan.strides()[1],
+                **problem.sizes(ACT=problem.function, PRE=problem.pre, MIXED=mixed), num_warps=4, num_stages=2,
+            )  # fmt: skip
+    return y, saved
+
+
+def backward(
+    problem: Problem,
+    tokens: Sequence[Tensor],
+    plan: Plan,
+    initial: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    dy: Tensor,
+    d_state: Sequence[Tensor],
+) -> list[Tensor]:
+    """Gradients to the tokens, in their types (gates: fp32).
+
+    Args:
+        initial, saved: the state at the start, and what `forward` saved.
+        d_state: gradients of the state at the end, fp32, brought to those of the start in place.
+    """
+    q, k, v, *gates = tokens
+    dq, dk, dv = (torch.zeros_like(t) if problem.depth == 1 else torch.empty_like(t) for t in (q, k, v))
+    d_gates = [torch.empty(t.shape, device=t.device, dtype=torch.float32) for t in gates]
+    buffers = Buffers(problem, q.device, backward=True)
+    strides = plan.strides()
+    sizes = (problem.tokens, problem.heads)
+    for number, (first, count) in reversed(list(enumerate(problem.segments))):
+        state = [t[number - 1].clone() if number else i.clone() for t, i in zip(saved, initial)]
+        _gates(problem, gates, plan, buffers, first, count, keep=True)
+        _write(problem, tokens, plan, _four(state), buffers, first, count, keep=True)
+        grid = (count, problem.programs)
+        for mixed in (0, 1):
+            read_backward_kernel[grid](
+                q, k, dy, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err,
+                dq, buffers.to_act, buffers.to_grad, buffers.to_state, buffers.to_err, buffers.to_k, buffers.d_mix, buffers.d_vec,
+                buffers.unit, buffers.turned, first, *sizes, strides[1],
+                **problem.sizes(ACT=problem.function, PRE=problem.pre, MIXED=mixed), num_warps=4, num_stages=1,
+            )  # fmt: skip
+        write_backward_kernel[(problem.programs,)](
+            k, buffers.vec, plan.plan, plan.opens, plan.full, buffers.shadow, buffers.act, buffers.slope, buffers.bend, buffers.err,
+            buffers.to_act, buffers.to_grad, buffers.to_state, buffers.to_err, *_four(d_state), buffers.d_shadow, dk, dv,
+            buffers.d_vec, buffers.to_z, buffers.d_back, buffers.d_err, first, count, *sizes, strides[1],
+            **problem.sizes(), num_warps=4, num_stages=1,
+        )  # fmt: skip
+        rest_backward_kernel[grid](
+            k, buffers.vec, plan.plan, plan.opens, plan.full, buffers.shadow, buffers.d_shadow, buffers.grad, buffers.to_z,
+            buffers.to_k, dk, buffers.d_vec, buffers.unit, first, *sizes, strides[1],
+            **problem.sizes(), num_warps=4, num_stages=1,
+        )  # fmt: skip
+        gates_backward_kernel[grid](
+            *gates, plan.active, buffers.mix, buffers.passed, buffers.d_mix, buffers.d_vec, buffers.unit, plan.plan, plan.opens,
+            *d_gates, first, *sizes, *strides, HID=problem.hidden, G=problem.segment, B=problem.chunk, BH=problem.tile,
+            PRE=problem.pre, num_warps=1,
+        )  # fmt: skip
+    return [dq, dk, dv, *d_gates]

@@ -1,0 +1,162 @@
+"""Titans' memory: what it writes against gradient descent by autograd, its options, and what is locked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from proteus_lm import ProteusConfig
+from proteus_lm.mixers import TitansMixer
+from proteus_lm.sequence import TokenSequence
+from tests.mixers.models import CONTEXT, assert_near, make, options, tokens
+
+T = 11
+
+
+def inputs(rows=2, length=T):
+    return torch.randn(rows, length, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def by_hand(mixer, x, config):
+    """One head of one row at a time, with torch's own gradient of the loss (spec/deep.md 1.1; no schedule)."""
+    parts, _ = mixer.projection(x, TokenSequence(config.schedule, len(x), x.shape[1]))
+    q, k, v = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in parts)
+    theta, alpha, eta = mixer._step_sizes(x)
+    act = torch.nn.functional.silu if config.memory_activation == "silu" else lambda z: torch.nn.functional.gelu(z, approximate="tanh")
+
+    def memory(weights, z):
+        for i, w in enumerate(weights):
+            z = z @ w if i == len(weights) - 1 else act(z @ w)
+        return z
+
+    read = torch.zeros_like(v)
+    for row in range(len(x)):
+        for head in range(config.num_heads):
+            weights = [w[head].detach() for w in mixer.initial]
+            momentum, frozen = [torch.zeros_like(w) for w in weights], weights
+            for t in range(x.shape[1]):
+                if t % config.chunk_size == 0:
+                    frozen = weights
+                leaves = [w.clone().requires_grad_() for w in frozen]
+                with torch.enable_grad():
+                    loss = 0.5 * (memory(leaves, k[row, t, head]) - v[row, t, head]).square().sum()
+                gradients = torch.autograd.grad(loss, leaves)
+                before = weights
+                momentum = [eta[row, t, head] * s - theta[row, t, head] * g for s, g in zip(momentum, gradients)]
+                weights = [(1 - alpha[row, t, head]) * w + s for w, s in zip(weights, momentum)]
+                read[row, t, head] = memory(weights if config.read == "post" else before, q[row, t, head])
+    return mixer.output(read, x)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"memory_depth": 3},
+        {"memory_depth": 1, "memory_expansion": 4},
+        {"read": "pre"},
+        {"memory_activation": "silu"},
+        {"use_momentum": False},
+        {"use_forgetting": False},
+        {"chunk_size": 1, "theta_scale": 0.3},
+    ],
+    ids=str,
+)
+def test_the_memory_learns_by_gradient_descent(changes):
+    fields = options("titans", **changes)
+    mixer, config, x = make(fields).layers[0].mixer, ProteusConfig(**fields), inputs()
+    with torch.no_grad():
+        wanted = by_hand(mixer, x, config)
+        y, _ = mixer(x, TokenSequence(config.schedule, 2, T))
+        assert_near(y, wanted)
+        state = mixer.init_state(2, "cpu", torch.float64)
+        for t in range(T):
+            step = TokenSequence(config.schedule, 2, 1, offset=torch.tensor([t, t]))
+            y, state = mixer(x[:, t : t + 1], step, state, True)
+            assert_near(y, wanted[:, t : t + 1])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("planted", [1e30, float("nan")])
+def test_locked_units_of_the_first_memory_keep_their_bits_and_reach_nothing(depth, planted):
+    fields = options("titans", memory_depth=depth, memory_blocks=4, memory_context=CONTEXT)
+    if depth == 1:
+        del fields["memory_expansion"]
+    model, ids = make(fields), tokens(2, 6)  # the second block opens at position 6
+    results = []
+    for value in (None, planted):
+        locked = []
+        for layer in model.layers:
+            mixer = layer.mixer
+            for i, w in enumerate(mixer.initial):
+                first_unit = slice(mixer.units // 4, None)
+                rows, columns = i > 0 or depth == 1, i < depth - 1
+                parts = ([w[:, first_unit]] if rows else []) + ([w[..., first_unit]] if columns else [])
+                locked += parts
+                if value is not None:
+                    with torch.no_grad():
+                        for part in parts:
+                            part.fill_(value)
+        model.zero_grad()
+        out = model(ids, labels=ids, use_cache=True)
+        out.loss.backward()
+        weights = [w for state in out.past_key_values.states for w in state.memory.weights]
+        step = model(ids[:, :1], past_key_values=model(ids[:, :5], use_cache=True).past_key_values).logits
+        grads = [p.grad.clone() for p in model.parameters()]
+        results.append([out.logits, out.loss, step, *grads])
+        bits = [w[:, :, mixer.units // 4 :] if depth == 1 else w[:, :, :, mixer.units // 4 :] for w in weights[:1]]
+        start = model.layers[0].mixer.initial[0]
+        kept = start[:, mixer.units // 4 :] if depth == 1 else start[:, :, mixer.units // 4 :]
+        assert all(torch.equal(b.nan_to_num(7.0), kept.expand_as(b).nan_to_num(7.0)) for b in bits)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_step_sizes_stay_within_the_safe_bound_at_any_gate():
+    mixer = make(options("titans", theta_scale=0.5)).layers[0].mixer
+    with torch.no_grad():
+        theta, alpha, eta = mixer._step_sizes(1000 * inputs())
+        assert theta.dtype == torch.float64
+        assert (theta * 4 <= 0.5 * (1 - eta) + 1e-12).all() and (theta >= 0).all()
+        assert ((alpha >= 0) & (alpha <= 1)).all()
+        for gate in (mixer.theta, mixer.alpha, mixer.eta):
+            gate.weight.zero_()
+        theta, alpha, eta = mixer._step_sizes(inputs())
+    assert_near(eta, torch.full_like(eta, 0.9), 1e-6)
+    assert_near(alpha, torch.full_like(alpha, 0.01), 1e-6)
+    assert_near(theta * 4 / (1 - eta), torch.full_like(eta, 0.25), 1e-6)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_memory_stays_bounded_over_equal_keys_and_gates_wide_open(depth):
+    fields = options("titans", memory_depth=depth, memory_expansion=4, chunk_size=64)
+    mixer, config = make(fields).layers[0].mixer, ProteusConfig(**fields)
+    with torch.no_grad():
+        mixer.theta.bias.fill_(20.0)
+        mixer.alpha.bias.fill_(-20.0)
+        x = inputs(1, 1)[:, :1].expand(1, 512, 16) + 0.1 * inputs(1, 512)
+        y, state = mixer(x, TokenSequence(config.schedule, 1, 512), use_state=True)
+        assert y.isfinite().all() and mixer.memory_norm(state, config.schedule).max() < 100
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_block_norms_add_up_to_the_norm_of_what_was_learned(depth):
+    fields = options("titans", memory_depth=depth, memory_expansion=4, memory_blocks=4, memory_context=4)
+    mixer, config = make(fields).layers[0].mixer, ProteusConfig(**fields)
+    with torch.no_grad():
+        _, state = mixer(inputs(length=8), TokenSequence(config.schedule, 2, 8), use_state=True)
+        norms = mixer.memory_norm(state, config.schedule)
+        total = sum((w - w0).square().sum((1, 2, 3)) for w, w0 in zip(state.memory.weights, mixer.initial))
+    assert (norms > 0).all()
+    assert_near(norms.square().sum(1), total)  # 8 tokens are whole chunks: the boundary's weights are the current ones
+
+
+def test_operations_are_those_of_the_table_of_spec_deep_2_5():
+    def memory(length=8192, **changes):
+        config = ProteusConfig(hidden_size=64, num_heads=1, memory_context=8192, **changes)
+        dense = 2 * (3 * 64 * (64 + 4) + 64 * (1 + config.use_momentum + config.use_forgetting)) + 4 * 64 * 64
+        return TitansMixer.flops_per_token(config, length) - dense
+
+    assert memory() == 22 * 64 * 256 + 4 * 64 * (64 + 256)
+    assert memory(use_momentum=False) == 14 * 64 * 256 + 4 * 64 * (64 + 256)
+    share = (1 + 1 / 16) / 2
+    assert memory(memory_blocks=16) == pytest.approx(22 * 64 * 256 * share + 4 * 64 * (64 + 256 * share))

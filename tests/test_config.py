@@ -1,0 +1,163 @@
+"""The configuration: every field changes the model or raises, and errors say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from proteus_lm import ActivationSchedule, ProteusConfig, ProteusForCausalLM
+from proteus_lm.mixers import registry
+from tests.mixers.models import cases, make, options, tokens
+
+OWN = [f.name for f in dataclasses.fields(ProteusConfig) if f.name in ProteusConfig.__annotations__]
+OTHER = {
+    "mixer": "comba",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_heads": 4,
+    "head_dim": 16,
+    "value_expansion": 2,
+    "intermediate_size": 40,
+    "conv_size": 3,
+    "norm_eps": 1e-2,
+    "tie_word_embeddings": True,
+    "memory_blocks": 2,
+    "memory_context": 48,
+    "memory_axis": "value",
+    "norm_order": "mask_then_norm",
+    "positions": "window",
+    "window": 3,
+    "memory_depth": 3,
+    "memory_expansion": 3,
+    "memory_activation": "silu",
+    "chunk_size": 5,
+    "read": "pre",
+    "use_momentum": False,
+    "use_forgetting": False,
+    "theta_scale": 0.5,
+    "inner_decay": "before_norm",
+    "output_correction": 0.25,
+    "use_cache": False,
+    "bos_token_id": 3,
+    "eos_token_id": 4,
+    "pad_token_id": 5,
+}
+
+
+def fingerprint(fields):
+    """All that a configuration decides: weights' shapes, logits, schedule, what is accepted, what generation uses."""
+    model = make(fields)
+    ids = tokens(1, 23)
+    out = model(ids)
+    try:
+        model(ids, cu_seqlens=torch.tensor([0, 9, 23]))
+        packed = True
+    except ValueError:
+        packed = False
+    generation = model.generation_config
+    return (
+        [tuple(p.shape) for p in model.parameters()],
+        out.logits.tolist(),
+        model.schedule,
+        out.past_key_values is not None,
+        packed,
+        (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id),
+    )
+
+
+def test_every_field_has_another_value_to_test():
+    assert set(OTHER) == set(OWN)
+
+
+@pytest.mark.parametrize("fields", cases())
+@pytest.mark.parametrize("name", OWN)
+def test_a_field_changes_the_model_or_raises(fields, name):
+    here = fields.get(name, ProteusConfig.default(name))
+    other = OTHER[name] if here != OTHER[name] else {"mixer": "attention", "memory_axis": "key"}[name]
+    changed = {**fields, name: other}
+    try:
+        ProteusConfig(**changed)
+    except ValueError as error:
+        assert name in str(error)
+        return
+    assert fingerprint(changed) != fingerprint(fields)
+
+
+def test_the_defaults_make_a_small_working_model():
+    model = ProteusForCausalLM(ProteusConfig())
+    assert sum(p.numel() for p in model.parameters()) < 2_000_000
+    assert model(torch.arange(20)[None]).logits.shape == (1, 20, 257)
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(ValueError, match="memory_block'.*'memory_blocks'"):
+        ProteusConfig(memory_block=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mixer": "combo"}, ["combo", "did you mean comba"]),
+        ({"mixer": "attention", "memory_blocks": 4}, ["memory_blocks", "attention", "titans"]),
+        ({"mixer": "comba", "theta_scale": 2.0}, ["theta_scale", "comba", "default, 1.0"]),
+        ({"memory_blocks": 129}, ["129", "128 coordinates"]),
+        ({"mixer": "comba", "memory_blocks": 33}, ["33", "32 coordinates"]),
+        ({"mixer": "comba", "memory_axis": "value"}, ["memory_axis", "memory_blocks 1"]),
+        ({"mixer": "comba", "memory_blocks": 2, "memory_axis": "value", "norm_order": "mask_then_norm"}, ["norm_order", "key"]),
+        ({"hidden_size": 30}, ["30", "num_heads 4", "head_dim"]),
+        ({"mixer": "attention", "head_dim": 5}, ["head_dim", "even"]),
+        ({"memory_depth": 1, "memory_expansion": 2}, ["memory_expansion", "memory_depth 1"]),
+        ({"theta_scale": 65.0}, ["theta_scale", "chunk_size 64"]),
+        ({"theta_scale": float("nan")}, ["theta_scale", "nan"]),
+        ({"norm_eps": "1e-6"}, ["norm_eps", "number above 0"]),
+        ({"num_heads": 0}, ["num_heads is 0", "at least 1"]),
+        ({"hidden_size": True}, ["hidden_size is True"]),
+        ({"use_momentum": 1}, ["use_momentum is 1", "true or false"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder", "change nothing"]),
+        ({"chunk_size_feed_forward": 8}, ["chunk_size_feed_forward"]),
+        ({"num_labels": 5}, ["num_labels is 5"]),
+    ],
+)
+def test_wrong_values_are_refused_in_words(fields, words):
+    with pytest.raises(ValueError) as error:
+        ProteusConfig(**fields)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_memory_that_the_blocks_do_not_divide_leaves_the_rest_to_the_last_block():
+    config = ProteusConfig(**options("comba", head_dim=10, memory_blocks=4))
+    assert config.schedule.block_bounds(10) == [(0, 2), (2, 4), (4, 6), (6, 10)]
+
+
+def test_a_field_set_after_construction_is_checked_when_the_model_is_made():
+    config = ProteusConfig()
+    config.memory_blocks = 500
+    with pytest.raises(ValueError, match="500"):
+        ProteusForCausalLM(config)
+
+
+def test_sizes_left_out_follow_from_the_width():
+    config = ProteusConfig(hidden_size=96, num_heads=3)
+    assert (config.head_dim, config.intermediate_size) == (32, 256)
+    assert config.schedule == ActivationSchedule(1, 8192)
+
+
+@pytest.mark.parametrize("fields", cases())
+def test_a_configuration_survives_its_file_and_dict(fields, tmp_path):
+    config = ProteusConfig(**fields, eos_token_id=[3, 4], dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    for again in (ProteusConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path), ProteusConfig(**config.to_dict())):
+        assert {name: getattr(again, name) for name in OWN} == {name: getattr(config, name) for name in OWN}
+        assert again.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="500"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, memory_blocks=500))
+
+
+def test_fields_are_those_the_mixers_declare():
+    common = {f.name for f in dataclasses.fields(PreTrainedConfig)} - {"tie_word_embeddings"}
+    for mixer in registry.values():
+        assert mixer.fields <= set(OWN) - common

@@ -1,0 +1,290 @@
+"""The backbone: loss, files, initialisation, checkpointing, compilation, counts and errors."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from proteus_lm import ProteusCache, ProteusConfig, ProteusForCausalLM
+from proteus_lm.mixers.base import ResidualLinear
+from proteus_lm.mixers.norm import RMSNorm
+from tests.mixers.models import assert_near, cases, make, options, tokens
+
+every = pytest.mark.parametrize("fields", cases())
+
+
+# Loss.
+
+
+def test_the_loss_is_the_mean_over_next_tokens_without_those_ignored():
+    model, ids = make(options("comba")), tokens(2, 7)
+    labels = ids.clone()
+    labels[0, 3:5] = -100
+    out = model(ids, labels=labels)
+    scores = cross_entropy(out.logits[:, :-1].reshape(-1, 31), ids[:, 1:].flatten(), reduction="none").view(2, 6)
+    kept = torch.ones(2, 6, dtype=torch.bool)
+    kept[0, 2:4] = False
+    assert_near(out.loss, scores[kept].mean())
+
+
+def test_the_loss_is_fp32_under_autocast_and_zero_where_nothing_is_scored():
+    model, ids = make(options("comba"), torch.float32), tokens(2, 7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(ids, labels=ids)
+    assert out.loss.dtype == torch.float32
+    nothing = model(ids, labels=torch.full_like(ids, -100))
+    nothing.loss.backward()
+    assert nothing.loss == 0 and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# Files.
+
+
+@every
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_saved_model_loads_with_equal_logits_as_safetensors(fields, tied, tmp_path):
+    model = make({**fields, "tie_word_embeddings": tied}, torch.float32)
+    model.save_pretrained(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) != tied  # noqa: SIM118 - not a dict
+    ids = tokens(2, 9)
+    for loader in (ProteusForCausalLM, AutoModelForCausalLM):
+        loaded, report = loader.from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(report.values())
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        assert (loaded.lm_head.weight is loaded.embed_tokens.weight) == tied
+        assert no_decay_names(loaded) == no_decay_names(model)
+
+
+@every
+def test_auto_classes_make_the_model_from_a_configuration(fields):
+    assert isinstance(AutoModelForCausalLM.from_config(ProteusConfig(**fields)), ProteusForCausalLM)
+
+
+# Initialisation.
+
+
+@every
+def test_no_parameter_is_left_uninitialised_after_a_start_on_the_meta_device(fields):
+    config = ProteusConfig(**fields, tie_word_embeddings=True)
+    torch.manual_seed(5)
+    direct = ProteusForCausalLM(config)
+    with torch.device("meta"):
+        model = ProteusForCausalLM(config)
+    model.to_empty(device="cpu")
+    assert not list(model.buffers())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    torch.manual_seed(5)
+    model.reset_parameters()
+    assert no_decay_names(model) == no_decay_names(direct)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    for (name, one), (_, two) in zip(model.named_parameters(), direct.named_parameters(), strict=True):
+        assert one.isfinite().all() and torch.equal(one, two), name
+
+
+@every
+def test_the_first_memory_is_never_zero_and_gates_start_where_they_should(fields):
+    torch.manual_seed(5)
+    model = ProteusForCausalLM(ProteusConfig(**fields))
+    for name, parameter in model.named_parameters():
+        zeros = name.endswith("theta.bias")  # sigmoid(0) = 0.5, the start of the step size
+        assert (parameter.abs().max() == 0) == zeros, name
+
+
+def test_residual_maps_start_smaller_by_the_root_of_twice_the_layers():
+    torch.manual_seed(0)
+    model = ProteusForCausalLM(ProteusConfig(num_hidden_layers=8, memory_expansion=1))
+    for module in model.modules():
+        if isinstance(module, ResidualLinear):
+            assert module.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def no_decay_names(model):
+    return {name for name, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)}
+
+
+@every
+def test_gates_norms_biases_and_embeddings_are_marked_and_maps_are_not(fields):
+    model = make(fields)
+    marked = no_decay_names(model)
+    kinds = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        module = kinds[name.rpartition(".")[0]]
+        small = parameter.dim() < 2 or isinstance(module, RMSNorm | torch.nn.Embedding)
+        gate = any(part in name for part in (".gates.", ".theta.", ".alpha.", ".eta.", ".W1", ".W2"))
+        assert (name in marked) == (small or gate), name
+
+
+# Running.
+
+
+@every
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(fields, reentrant):
+    model, ids = make(fields).train(), tokens(2, 19)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+
+    def gradients():
+        model.zero_grad()
+        model(ids, attention_mask=mask, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert model.is_gradient_checkpointing
+    for one, two in zip(plain, gradients(), strict=True):
+        assert_near(two, one)
+
+
+@every
+def test_a_state_is_trained_through_with_gradient_checkpointing(fields):
+    model, ids = make(fields).train(), tokens(2, 12)
+
+    def gradients():
+        model.zero_grad()
+        cache = ProteusCache()
+        sum(model(part, past_key_values=cache).logits.square().mean() for part in ids.split(4, 1)).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    for one, two in zip(plain, gradients(), strict=True):
+        assert_near(two, one)
+
+
+@contextlib.contextmanager
+def counting_compiler():
+    """torch.compile's front end with a back end that counts the graphs it is given and runs them as they are."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    yield backend, graphs
+    torch._dynamo.reset()
+
+
+@every
+def test_compiled_training_equals_eager_and_compiles_once(fields):
+    model = make(fields, torch.float32).train()
+    with counting_compiler() as (backend, graphs):
+        compiled = torch.compile(model, backend=backend)
+        counts = []
+        for step in range(4):
+            ids = tokens(2, 23, seed=step)
+            model.zero_grad()
+            loss = compiled(ids, labels=ids).loss
+            loss.backward()
+            gradients = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            eager = model(ids, labels=ids).loss
+            eager.backward()
+            assert_near(loss, eager)
+            for one, two in zip(gradients, (p.grad for p in model.parameters()), strict=True):
+                assert_near(one, two)
+            counts.append(len(graphs))
+    assert counts[0] >= 1 and len(set(counts)) == 1
+
+
+@every
+def test_output_forms_and_columns_to_keep(fields):
+    model, ids = make(fields), tokens(2, 9)
+    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    out = model(ids, attention_mask=mask, output_hidden_states=True)
+    assert len(out.hidden_states) == 3 and out.hidden_states[0].shape == (2, 9, 16)
+    assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
+    assert torch.equal(model(ids, attention_mask=mask, logits_to_keep=2).logits, out.logits[:, -2:])
+    assert torch.equal(model(ids, attention_mask=mask, return_dict=False, use_cache=False)[0], out.logits)
+    assert torch.equal(model(inputs_embeds=model.embed_tokens(ids), attention_mask=mask).logits, out.logits)
+
+
+@every
+def test_a_cache_is_given_outside_training_or_when_one_was_given(fields):
+    model, ids = make(fields), tokens(1, 4)
+    assert model(ids).past_key_values is not None and model(ids, use_cache=False).past_key_values is None
+    model.train()
+    assert model(ids).past_key_values is None
+    assert model(ids, past_key_values=ProteusCache()).past_key_values.get_seq_length() == 4
+
+
+# Counts.
+
+
+@every
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_as_many_as_counted(fields, tied):
+    config = ProteusConfig(**{**fields, "tie_word_embeddings": tied, "head_dim": 12, "hidden_size": 20})
+    model = ProteusForCausalLM(config)
+    assert model.parameter_count(config) == sum(p.numel() for p in model.parameters())
+    mixer = sum(p.numel() for p in model.layers[0].mixer.parameters())
+    assert config.mixer_class.parameter_count(config) == mixer
+
+
+@every
+def test_floating_point_operations_of_linear_maps_are_those_counted_by_torch(fields):
+    """With one token the memories' own work is known in closed form elsewhere; here all that a linear map does."""
+    config = ProteusConfig(**fields)
+    model, ids = ProteusForCausalLM(config), tokens(3, 8)
+    counter = FlopCounterMode(display=False)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    with counter:
+        model(ids, use_cache=False)
+    counts = counter.get_flop_counts()["Global"]
+    dense = sum(count for op, count in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert dense == 2 * linear * ids.numel()
+    rest = model.flops_per_token(config, 8) - 2 * linear
+    assert 0 < rest == 2 * (config.mixer_class.flops_per_token(config, 8) - 2 * mixer_linear(model))
+
+
+def mixer_linear(model):
+    return sum(m.weight.numel() for m in model.layers[0].mixer.modules() if isinstance(m, torch.nn.Linear))
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({}, ["input_ids or inputs_embeds"]),
+        ({"input_ids": tokens(2, 5)[:, :0]}, ["no tokens", "(2, 0)"]),
+        ({"input_ids": tokens(2, 5), "cu_seqlens": torch.tensor([0, 5])}, ["batch of 2 rows"]),
+        (
+            {"input_ids": tokens(1, 5), "cu_seqlens": torch.tensor([0, 5]), "attention_mask": torch.ones(1, 5)},
+            ["attention_mask and cu_seqlens"],
+        ),
+        ({"input_ids": tokens(1, 5), "cu_seqlens": torch.tensor([0, 4])}, ["[0, 4]", "5 tokens"]),
+        ({"input_ids": tokens(1, 5), "cu_seqlens": torch.tensor([0, 3, 3, 5])}, ["[0, 3, 3, 5]"]),
+        ({"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 4)}, ["(2, 4)", "(2, 5)"]),
+        ({"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 1, 5, 5)}, ["(2, 1, 5, 5)"]),
+        ({"input_ids": tokens(2, 5), "labels": tokens(2, 4)}, ["(2, 4)", "(2, 5)"]),
+        ({"input_ids": tokens(2, 5), "labels": tokens(2, 5), "logits_to_keep": 1}, ["logits_to_keep"]),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_in_words(inputs, words):
+    with pytest.raises(ValueError) as error:
+        make(options("comba"))(**inputs)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_documents_cannot_be_packed_where_positions_run_through_the_window_or_behind_a_cache():
+    model, ids = make(options("comba", positions="window")), tokens(1, 5)
+    with pytest.raises(ValueError, match="positions 'window'"):
+        model(ids, cu_seqlens=torch.tensor([0, 2, 5]))
+    model = make(options("comba"))
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="start anew"):
+        model(ids, past_key_values=cache, cu_seqlens=torch.tensor([0, 2, 5]))
