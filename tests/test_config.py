@@ -94,7 +94,7 @@ def test_the_defaults_make_a_small_working_model():
 
 
 def test_an_unknown_key_names_the_nearest():
-    with pytest.raises(ValueError, match="memory_block'.*'memory_blocks'"):
+    with pytest.raises(ValueError, match=r"memory_block'.*'memory_blocks'"):
         ProteusConfig(memory_block=4)
 
 

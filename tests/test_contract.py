@@ -233,9 +233,7 @@ def test_packed_documents_equal_separate_ones_in_loss_gradient_and_state(fields)
         assert_near(packed.logits[:, bounds[i] : bounds[i + 1]], alone.logits)
         rows = packed.past_key_values.reorder(torch.tensor([i]))
         step = document[:, -1:]
-        assert_near(
-            model(step, past_key_values=rows).logits, model(step, past_key_values=alone.past_key_values.copy()).logits
-        )
+        assert_near(model(step, past_key_values=rows).logits, model(step, past_key_values=alone.past_key_values.copy()).logits)
         total = total + alone.loss * (lengths[i] - 1)
     loss = total / (sum(lengths) - len(lengths))
     assert_near(packed.loss, loss)

@@ -111,8 +111,8 @@ class ProteusCache(Cache):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "a ProteusCache cannot be cropped: a memory does not keep the tokens it was made of; keep `cache.copy()` from before them "
-            "(assisted decoding, which crops, does not work with these models)"
+            "a ProteusCache cannot be cropped: a memory does not keep the tokens it was made of; keep `cache.copy()` from before "
+            "them (assisted decoding, which crops, does not work with these models)"
         )
 
     @property

@@ -124,6 +124,7 @@ def train(
     from proteus_lm.train.loop import train as train_run
     from proteus_lm.train.recipe import load_recipe
 
+    _no_bars()
     changed = [item for group in overrides for item in group]
     run = train_run(load_recipe(recipe, changed), out or Path("runs") / recipe.stem, resume=resume, stop_at=stop_at)
     print(f"trained    {run.path} (steps with a checkpoint: {', '.join(map(str, run.steps))})")
@@ -165,6 +166,7 @@ def evaluate(
     from proteus_lm.report.collect import bytes_per_token
     from proteus_lm.run import Run as OpenRun
 
+    _no_bars()
     opened = OpenRun.open(run)
     training = opened.recipe.data.context
     lengths = {name: _length(name, training) for item in context for name in item.split(",") if name}
@@ -232,6 +234,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise ValueError("the prompt is empty and gives no token; give at least one character to go on from")
+    _no_bars()
     opened = OpenRun.open(run)
     print(generate_text(opened.load_model(step, device=_device(device)), opened.tokenizer, text, sampling))
 
@@ -271,6 +274,7 @@ def report(
     from proteus_lm.report.build import build_report
     from proteus_lm.report.collect import Options
 
+    _no_bars()
     names = [name for item in context for name in item.split(",") if name]
     options = Options(
         contexts=tuple(_multiple(name) for name in names),
@@ -337,6 +341,13 @@ First steps: make demo, or
   proteus generate runs/demo/titans-e8 --prompt "A list is"
 
 --debug on any command shows the traceback of an error."""
+
+
+def _no_bars() -> None:
+    """No progress bars of transformers, which counts files of a single model."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _say(text: str) -> None:

@@ -80,9 +80,9 @@ class ProteusConfig(PreTrainedConfig):
     hidden_size: int = 128
     num_hidden_layers: int = 2
     num_heads: int = 4
-    head_dim: int | None = None
+    head_dim: int = None  # pyright: ignore[reportAssignmentType] - filled in when the configuration is made
     value_expansion: int = 1
-    intermediate_size: int | None = None
+    intermediate_size: int = None  # pyright: ignore[reportAssignmentType] - likewise
     conv_size: int = 4
     norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -210,7 +210,8 @@ def _check_value(name: str, value: Any) -> None:
     elif name in _OPTIONAL_COUNTS:
         rule = None if value is None or (whole and value >= 1) else "a whole number of at least 1, or None"
     elif name in _TOKENS:
-        rule = None if value is None or (whole and value >= 0) or name == "eos_token_id" and _ids(value) else "a token id, or None"
+        several = name == "eos_token_id" and _ids(value)
+        rule = None if value is None or (whole and value >= 0) or several else "a token id, or None"
     elif name in _POSITIVE:
         rule = None if number and value > 0 else "a number above 0"
     elif name in _NOT_NEGATIVE:

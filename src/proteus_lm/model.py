@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from proteus_lm.cache import ProteusCache
 from proteus_lm.config import ProteusConfig
-from proteus_lm.mixers.base import ResidualLinear, map_state
+from proteus_lm.mixers.base import Mixer, ResidualLinear, map_state
 from proteus_lm.mixers.norm import RMSNorm, wide
 from proteus_lm.ops.rows import check_packed
 from proteus_lm.sequence import TokenSequence, Unpadding
@@ -46,7 +46,7 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: ProteusConfig) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = config.mixer_class(config)
+        self.mixer: Mixer = config.mixer_class(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
@@ -115,10 +115,16 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         if isinstance(module, nn.Linear | nn.Embedding):
             residual = isinstance(module, ResidualLinear)
             nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(2 * self.config.num_hidden_layers) if residual else INIT_STD)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
-        if module is not self and hasattr(module, "init_weights"):
-            module.init_weights()
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
+        own = getattr(module, "init_weights", None)
+        if own is not None and module is not self:
+            own()
+
+    @property
+    def _blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.layers))
 
     @staticmethod
     def parameter_count(config: ProteusConfig) -> int:
@@ -130,9 +136,10 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def flops_per_token(config: ProteusConfig, length: int) -> float:
-        """Floating-point operations of a forward, a token, mean over a document of `length` tokens; training takes about three times.
+        """Floating-point operations of a forward, a token, mean over a document of `length` tokens.
 
-        A multiplication with its addition counts two; norms and elementwise functions are left out.
+        A multiplication with its addition counts two; norms and elementwise functions are left out. Training takes about three
+        times as many.
         """
         layer = config.mixer_class.flops_per_token(config, length) + 6 * config.hidden_size * config.intermediate_size
         return config.num_hidden_layers * layer + 2 * config.hidden_size * config.vocab_size
@@ -148,7 +155,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if cache.states is None:
             raise ValueError("the cache is empty; run the model with use_cache=True first")
-        return torch.stack([layer.mixer.memory_norm(s, self.schedule) for layer, s in zip(self.layers, cache.states)])
+        return torch.stack([block.mixer.memory_norm(s, self.schedule) for block, s in zip(self._blocks, cache.states)])
 
     # Forward.
 
@@ -170,9 +177,9 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: int64 (B, T), or `inputs_embeds` (B, T, hidden) in their place.
-            attention_mask: (B, T), or (B, past + T) with a cache, of which the last T columns count: 0 for tokens that are not there,
-                anywhere in a row. They are taken out before the layers: they are not read, written, decayed or counted. Their logits
-                are those of a zero vector.
+            attention_mask: (B, T), or (B, past + T) with a cache, of which the last T columns count: 0 for tokens that are not
+                there, anywhere in a row. They are taken out before the layers: not read, written, decayed or counted. Their
+                logits are those of a zero vector.
             past_key_values: the cache of the tokens before these, updated; its newer name `cache` is taken too.
             use_cache: return a cache; None is: where one was given, else as the configuration says outside training.
             labels: int64 (B, T), usually input_ids: a token's logits are scored on the next token of its document. -100, masked
@@ -186,20 +193,21 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: for inputs that do not fit together.
         """
-        if (input_ids is None) == (inputs_embeds is None):
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
         if past_key_values is not None and cache is not None:
             raise ValueError("past_key_values and cache are two names of one argument; give one of them")
-        tokens = input_ids if input_ids is not None else inputs_embeds
         past = past_key_values if past_key_values is not None else cache
-        use_cache = (past is not None or (self.config.use_cache and not self.training)) if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = past is not None or (self.config.use_cache and not self.training)
         self._check(tokens, attention_mask, past, labels, cu_seqlens, logits_to_keep)
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
         unpadding = None if mask is None else Unpadding(mask)
 
         x = tokens if unpadding is None else unpadding.take(tokens)
         x = self.embed_tokens(x) if inputs_embeds is None else x
-        hidden, states, position = self._run(x, past, use_cache, cu_seqlens, unpadding)
+        hidden, states, position = self._run(x, past, bool(use_cache), cu_seqlens, unpadding)
         last = hidden[-1] if unpadding is None else unpadding.put(hidden[-1])
         logits = self.lm_head(last[:, -logits_to_keep:])
         loss = None if labels is None else _loss(logits, labels, cu_seqlens, unpadding)
@@ -208,12 +216,10 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             past.states, past.position, past.seen = states, position, past.seen + tokens.shape[1]
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        out = CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=tuple(h if unpadding is None else unpadding.put(h) for h in hidden) if output_hidden_states else None,
-            **{CACHE_NAME: past if use_cache else None},
-        )
+        outputs: dict[str, Any] = {"loss": loss, "logits": logits, CACHE_NAME: past if use_cache else None}
+        if output_hidden_states:
+            outputs["hidden_states"] = tuple(h if unpadding is None else unpadding.put(h) for h in hidden)
+        out = CausalLMOutputWithPast(**outputs)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return out if as_dict else out.to_tuple()
 
@@ -229,16 +235,20 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         """Raise ValueError for inputs that do not fit together."""
         batch, length = tokens.shape[:2]
         if not length or not batch:
-            raise ValueError(f"the input has shape {tuple(tokens.shape)}: no tokens; give at least one a row (a prompt may not be empty)")
+            raise ValueError(
+                f"the input has shape {tuple(tokens.shape)}: no tokens; give at least one a row (a prompt may not be empty)"
+            )
         seen = 0
         if past is not None:
             if not isinstance(past, ProteusCache):
-                raise ValueError(f"the cache is a {type(past).__name__}; these models take a proteus_lm.ProteusCache, or None at the start")
+                raise ValueError(
+                    f"the cache is a {type(past).__name__}; these models take a proteus_lm.ProteusCache, or None at the start"
+                )
             seen = past.seen
             if not past.is_empty and past.batch_size != batch:
                 raise ValueError(
-                    f"the cache has {past.batch_size} rows and the input {batch}; repeat the cache's rows (batch_repeat_interleave) or "
-                    "choose among them (reorder)"
+                    f"the cache has {past.batch_size} rows and the input {batch}; repeat the cache's rows "
+                    "(batch_repeat_interleave) or choose among them (reorder)"
                 )
         if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in (length, seen + length)):
             raise ValueError(
@@ -257,8 +267,8 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError("cu_seqlens with a cache that holds tokens: packed documents start anew; give one of them")
             if self.config.positions == "window":
                 raise ValueError(
-                    "cu_seqlens with positions 'window', where position and memory run through the whole window; leave cu_seqlens out, or "
-                    "use positions 'document'"
+                    "cu_seqlens with positions 'window', where position and memory run through the whole window; leave "
+                    "cu_seqlens out, or use positions 'document'"
                 )
 
     def _run(
@@ -267,53 +277,61 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         """The layers and the last norm on tokens that all count.
 
         Returns:
-            The embeddings, each layer's output and, in place of the last one, its norm; states and position of every row after them.
+            The embeddings and each layer's output, the last one normed; states and position of every row after these tokens.
         """
-        given = past.states if past is not None else None
-        position = past.position if past is not None else None
-        rows = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        given, position = (past.states, past.position) if past is not None else (None, None)
         lengths: Tensor | int = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().long()
+        rows = batch = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
         kept = None
         if unpadding is not None:
-            rows, cu_seqlens, lengths, kept = unpadding.count, unpadding.cu_seqlens, unpadding.lengths, unpadding.rows
-        sequence = TokenSequence(
-            self.schedule,
-            rows,
-            x.shape[1],
-            offset=position if kept is None or position is None else position[kept],
-            cu_seqlens=cu_seqlens,
-            device=x.device,
-        )
+            rows, batch, kept = unpadding.count, unpadding.shape[0], unpadding.rows
+            cu_seqlens, lengths = unpadding.cu_seqlens, unpadding.lengths
+        offset = position if kept is None or position is None else position[kept]
+        sequence = TokenSequence(self.schedule, rows, x.shape[1], offset=offset, cu_seqlens=cu_seqlens, device=x.device)
         if cu_seqlens is not None and not torch.compiler.is_compiling():
             _ = sequence.documents  # raises for boundaries that do not fit
         hidden, states = [x], []
-        for i, layer in enumerate(self.layers):
+        for i, block in enumerate(self._blocks):
             state = None if given is None else given[i]
-            if kept is not None:
-                whole = state
-                if whole is None and use_cache:
-                    whole = layer.mixer.init_state(len(unpadding.lengths), x.device, x.dtype)
-                state = None if state is None else map_state(lambda s: s.index_select(0, kept), state)
-                x, part = layer(x, sequence, state, use_cache) if rows else (x, state)
-                states.append(layer.mixer.put_rows(whole, kept, part) if part is not None else whole)
+            if kept is None:
+                x, state = block(x, sequence, state, use_cache)
             else:
-                x, state = layer(x, sequence, state, use_cache)
-                states.append(state)
+                x, state = _run_rows(block, x, sequence, state, use_cache, kept, batch)
             hidden.append(x)
+            states.append(state)
         hidden[-1] = self.norm(x)
-        start = torch.zeros(rows if unpadding is None else len(unpadding.lengths), dtype=torch.int64, device=x.device)
-        return hidden, states, (start if position is None else position) + lengths
+        if position is None:
+            position = torch.zeros(batch, dtype=torch.int64, device=x.device)
+        return hidden, states, position + lengths
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """`generate` starts with an empty ProteusCache, whatever arguments its release hands on here."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
-                f"cache_implementation is {generation_config.cache_implementation!r}; these models have one kind of cache: leave it out"
+                f"cache_implementation is {generation_config.cache_implementation!r}; these models have one kind of cache: "
+                "leave it out"
             )
-        if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
+        given = model_kwargs.get(CACHE_NAME)
+        if given is not None:
+            given._is_user_defined = True  # it outlives the call
+        elif generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = ProteusCache()
-            return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _run_rows(
+    block: Block, x: Tensor, sequence: TokenSequence, state: Any, use_cache: bool, kept: Tensor, batch: int
+) -> tuple[Tensor, Any]:
+    """A layer on the rows `kept` of a batch; the other rows, which have no token, keep their state."""
+    part = None if state is None else map_state(lambda s: s.index_select(0, kept), state)
+    if len(kept):
+        x, part = block(x, sequence, part, use_cache)
+    if not use_cache:
+        return x, None
+    if state is None:
+        state = block.mixer.init_state(batch, x.device, x.dtype)
+    return x, state if part is None else block.mixer.put_rows(state, kept, part)
 
 
 def _loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None, unpadding: Unpadding | None) -> Tensor:

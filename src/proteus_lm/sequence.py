@@ -64,9 +64,7 @@ class TokenSequence:
     def _activation(self, dim: int) -> Activation:
         return self.once(
             ("activation", dim),
-            lambda: self.schedule.activation(
-                dim, self.length, offset=self.offset, cu_seqlens=self.cu_seqlens, device=self.device
-            ),
+            lambda: self.schedule.activation(dim, self.length, offset=self.offset, cu_seqlens=self.cu_seqlens, device=self.device),
         )
 
     def activation(self, dim: int) -> Activation | None:
@@ -74,14 +72,26 @@ class TokenSequence:
         return None if self.schedule.blocks == 1 else self._activation(dim)
 
     def active(self, dim: int) -> Tensor | None:
-        """Open coordinates at the one token of a decoding step, int64 (N,); None for one block."""
-        activation = self.activation(dim)
-        return None if activation is None else activation.active[:, 0]
+        """Open coordinates at the one token of a decoding step, int64 (N,); None for one block. By tensors alone."""
+        return None if self.schedule.blocks == 1 else self.schedule.active(dim, self._step_position)
+
+    def visible(self, dim: int) -> Tensor | None:
+        """Which coordinates are open at each token, bool (N or 1, T, dim); None for one block."""
+        if self.schedule.blocks == 1:
+            return None
+        if self.is_step:
+            return torch.arange(dim, device=self.device) < self.schedule.active(dim, self._step_position)[:, None, None]
+        return self._activation(dim).mask()
 
     @property
     def positions(self) -> Tensor:
         """Position of each token in its document: int64 (N, T), or (1, T) where rows agree or documents are packed."""
-        return self._activation(self.schedule.blocks).positions
+        return self._step_position[:, None] if self.is_step else self._activation(self.schedule.blocks).positions
+
+    @property
+    def _step_position(self) -> Tensor:
+        assert self.is_step and self.offset is not None, "only a decoding step stands at one position a row"
+        return self.offset
 
     @cached_property
     def documents(self) -> Rows:

@@ -84,7 +84,7 @@ def test_locked_coordinates_of_a_state_keep_their_bits_and_reach_nothing(axis, l
         (state.matrix[:, :, 2:] if axis == "key" else state.matrix[..., 2:]).fill_(planted)
         y, after = mixer(x, TokenSequence(schedule, 2, length, offset=zero), state, True)
         locked = after.matrix[:, :, 2:] if axis == "key" else after.matrix[..., 2:]
-        assert torch.equal(locked, torch.full_like(locked, planted)) or locked.isnan().all() and planted != planted
+        assert torch.equal(locked, torch.full_like(locked, planted)) or (locked.isnan().all() and planted != planted)
         x.grad = None
         mixer.zero_grad()
         y.square().sum().backward()

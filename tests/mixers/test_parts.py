@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import conv1d, silu
 
 from proteus_lm import ActivationSchedule
-from proteus_lm.mixers.base import GateProjection, GatedOutput, block_norms, mean_open
+from proteus_lm.mixers.base import GatedOutput, GateProjection, block_norms, mean_open
 from proteus_lm.mixers.conv import ConvProjection, ShortConvolution
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize
 from proteus_lm.mixers.rotary import rotary_angles, rotate

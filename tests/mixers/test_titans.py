@@ -22,7 +22,11 @@ def by_hand(mixer, x, config):
     parts, _ = mixer.projection(x, TokenSequence(config.schedule, len(x), x.shape[1]))
     q, k, v = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in parts)
     theta, alpha, eta = mixer._step_sizes(x)
-    act = torch.nn.functional.silu if config.memory_activation == "silu" else lambda z: torch.nn.functional.gelu(z, approximate="tanh")
+    act = (
+        torch.nn.functional.silu
+        if config.memory_activation == "silu"
+        else lambda z: torch.nn.functional.gelu(z, approximate="tanh")
+    )
 
     def memory(weights, z):
         for i, w in enumerate(weights):

@@ -87,3 +87,16 @@ def test_a_terminal_shows_a_bar():
 
 def test_perplexity_of_a_huge_loss_is_infinite_and_of_no_number_none():
     assert perplexity(1000.0) == math.inf and math.isnan(perplexity(math.nan))
+
+
+class FullFile(io.StringIO):
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    metrics = Metrics(tmp_path, 0, tensorboard=False)
+    metrics._file.close()
+    metrics._file = FullFile()
+    with pytest.raises(OSError, match=r"could not write .*metrics\.jsonl .*No space left.*make space"):
+        metrics.write(record(1))

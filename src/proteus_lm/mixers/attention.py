@@ -109,7 +109,7 @@ class AttentionMixer(Mixer):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequence: TokenSequence) -> Tensor:
         """q (N, L, H, D), k and v (N, past + L, H, D) -> (N, L, H, D)."""
         past = k.shape[1] - q.shape[1]
-        mask = sequence.once(("visible", past, self.window), lambda: self._visible(past, q.shape[1], sequence))
+        mask = sequence.once(("visible", self.window), lambda: self._visible(past, q.shape[1], sequence))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from proteus_lm.activation import Activation
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize, wide
 from proteus_lm.schedule import ActivationSchedule
@@ -136,9 +135,7 @@ class Mixer(nn.Module, ABC):
         """Numbers in the state of one sequence after `length` tokens."""
 
     @abstractmethod
-    def forward(
-        self, x: Tensor, sequence: TokenSequence, state: Any = None, use_state: bool = False
-    ) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, sequence: TokenSequence, state: Any = None, use_state: bool = False) -> tuple[Tensor, Any]:
         """Mix tokens.
 
         Args:
@@ -198,15 +195,14 @@ class MatrixMixer(Mixer):
         self._memory_dim = self.memory_dim(config)
 
     @abstractmethod
-    def arguments(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, activation: Activation | None
-    ) -> tuple[Tensor, ...]:
-        """The rule's tensors in its own order, from x (B, T, hidden) and q, k (B, T, H, K), v (B, T, H, V) after the convolution."""
+    def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sequence: TokenSequence) -> tuple[Tensor, ...]:
+        """The rule's tensors in its own order, from x (B, T, hidden) and the convolved q, k (B, T, H, K), v (B, T, H, V)."""
 
-    def unit(self, x: Tensor, activation: Activation | None) -> Tensor:
+    def unit(self, x: Tensor, sequence: TokenSequence) -> Tensor:
         """Keys or queries (B, T, H, K) at unit length; with `norm_order` mask_then_norm of their open coordinates alone."""
-        if self._mask_first and activation is not None:
-            x = torch.where(activation.mask()[:, :, None], x, x.new_zeros(()))
+        visible = sequence.visible(x.shape[-1]) if self._mask_first else None
+        if visible is not None:
+            x = torch.where(visible[:, :, None], x, x.new_zeros(()))
         return l2_normalize(x)
 
     @classmethod
@@ -214,7 +210,7 @@ class MatrixMixer(Mixer):
         """Masking before the norm has a meaning for key rows only."""
         if config.norm_order != "norm_then_mask" and config.memory_axis != "key":
             raise ValueError(
-                f"norm_order is {config.norm_order!r} with memory_axis {config.memory_axis!r}: only keys and queries are normalised; "
+                f"norm_order is {config.norm_order!r} with memory_axis {config.memory_axis!r}: only keys and queries are normed; "
                 "use memory_axis 'key', or leave norm_order at 'norm_then_mask'"
             )
 
@@ -277,8 +273,7 @@ class MatrixMixer(Mixer):
     ) -> tuple[Tensor, MatrixState | None]:
         """As `Mixer.forward`; one token behind a state runs the decoding step."""
         (q, k, v), conv = self.projection(x, sequence, None if state is None else state.conv)
-        activation = sequence.activation(self._memory_dim)
-        inputs = self.arguments(x, q, k, v, activation)
+        inputs = self.arguments(x, q, k, v, sequence)
         if state is not None and sequence.is_step:
             active = sequence.active(self._memory_dim)
             now = (tensor[:, 0] for tensor in inputs)
@@ -287,7 +282,7 @@ class MatrixMixer(Mixer):
         else:
             read, matrix = type(self).rule(
                 *inputs,
-                activation=activation,
+                activation=sequence.activation(self._memory_dim),
                 axis=self.axis,
                 initial_state=None if state is None else state.matrix,
                 cu_seqlens=sequence.cu_seqlens,

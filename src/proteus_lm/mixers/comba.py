@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from proteus_lm.activation import Activation
 from proteus_lm.mixers.base import GateProjection, MatrixMixer, set_parameter
 from proteus_lm.mixers.norm import wide
 from proteus_lm.ops import comba
 from proteus_lm.ops.recurrent import comba_step
+from proteus_lm.sequence import TokenSequence
 
 if TYPE_CHECKING:
     from proteus_lm.config import ProteusConfig
@@ -42,7 +42,7 @@ class CombaMixer(MatrixMixer):
         self.D = nn.Parameter(torch.empty(heads)) if self.correction else None
 
     def init_weights(self) -> None:
-        """As Mamba-2: A uniform in (0, 16), time step log-uniform in [1e-3, 1e-1]; inner decay sigmoid(1), D `output_correction`."""
+        """As Mamba-2: A uniform in (0, 16), time step log-uniform in [1e-3, 1e-1]. Inner decay sigmoid(1), D as configured."""
         uniform = torch.empty_like(self.A_log).uniform_
         set_parameter(self.A_log, uniform(1e-3, 16).log())  # not from 0: its log would be -inf
         step = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
@@ -63,9 +63,7 @@ class CombaMixer(MatrixMixer):
         chunk = cls.chunk
         return 6 * keys * values + 6 * chunk * keys + 4 * chunk * values + 2 / 3 * chunk**2
 
-    def arguments(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, activation: Activation | None
-    ) -> tuple[Tensor, ...]:
+    def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sequence: TokenSequence) -> tuple[Tensor, ...]:
         """q', k, v, p, g, beta."""
         beta, rate = self.gates(x).chunk(2, -1)
         g = -wide(self.A_log).exp() * softplus(rate + wide(self.dt_bias))
@@ -73,6 +71,6 @@ class CombaMixer(MatrixMixer):
         p = (decay * k).to(k.dtype)
         if self.D is not None:
             q = (q - wide(self.D)[:, None] * p).to(q.dtype)
-        unit = self.unit(k, activation)
-        p = self.unit(p, activation) if self.decay_first else (decay * unit).to(k.dtype)
-        return self.unit(q, activation), unit, v, p, g, torch.sigmoid(beta)
+        unit = self.unit(k, sequence)
+        p = self.unit(p, sequence) if self.decay_first else (decay * unit).to(k.dtype)
+        return self.unit(q, sequence), unit, v, p, g, torch.sigmoid(beta)

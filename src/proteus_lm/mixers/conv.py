@@ -77,6 +77,6 @@ class ConvProjection(nn.Module):
 
     def forward(self, x: Tensor, sequence: TokenSequence, state: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """x (B, T, hidden) -> one tensor (B, T, heads, width) a width, and the convolution's state."""
-        y, state = self.conv(self.linear(x), sequence, state)
+        y, after = self.conv(self.linear(x), sequence, state)
         parts = y.split([self.heads * width for width in self.widths], -1)
-        return [part.unflatten(-1, (self.heads, -1)) for part in parts], state
+        return [part.unflatten(-1, (self.heads, -1)) for part in parts], after

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proteus_lm.config import ProteusConfig
 
 STEP, FORGETTING, MOMENTUM = 0.5, 0.01, 0.9
-"""What the gates of theta, alpha and eta give at the start (spec/deep.md 1.2): a plain sigmoid(0) for alpha would forget in two tokens."""
+"""What the gates of theta, alpha and eta give at the start (spec/deep.md 1.2): alpha at sigmoid(0) would forget in two tokens."""
 LAST_LAYER = 0.5
 """Scale of the last matrix of the initial memory, so that its first answers are small beside unit targets."""
 
@@ -38,7 +38,7 @@ class TitansMixerState(NamedTuple):
 
 
 class TitansMixer(Mixer):
-    """S_t = eta_t S_{t-1} - theta_t grad ||M(k_t) - v_t||^2 / 2;  M_t = (1 - alpha_t) M_{t-1} + S_t;  y = out(RMSNorm(M(q)) * silu(gate)).
+    """S_t = eta_t S_{t-1} - theta_t grad ||M(k_t) - v_t||^2 / 2;  M_t = (1 - alpha_t) M_{t-1} + S_t;  y = out(norm(M(q)) gate).
 
     q, k and v have unit length: a step is then safe for theta * chunk / (1 - eta) up to about 1 (spec/deep.md 6), which the form
     theta = theta_scale / chunk * (1 - eta) * sigmoid(.) keeps to `theta_scale`.
@@ -152,7 +152,7 @@ class TitansMixer(Mixer):
         return TitansMixerState(self.projection.init_state(batch, device, dtype), memory)
 
     def memory_norm(self, state: TitansMixerState, schedule: ActivationSchedule) -> Tensor:
-        """Norm of W_t - W_0 over all matrices and heads, by block of hidden units (an inner entry belongs to its later unit's block)."""
+        """Norm of W_t - W_0 over matrices and heads, by block of hidden units; an inner entry belongs to its later unit's block."""
         weights, _ = titans_weights(state.memory, memory_activation=self.function)
         energies = [(w - w0).square().sum(1) for w, w0 in zip(weights, self.initial)]
         if len(energies) == 1:
@@ -181,9 +181,7 @@ class TitansMixer(Mixer):
         if state is not None and sequence.is_step:
             now = (tensor[:, 0] for tensor in inputs)
             active = sequence.active(self.units)
-            read, memory = titans_step(
-                *now, state.memory, active=active, read=self.read, memory_activation=self.function
-            )
+            read, memory = titans_step(*now, state.memory, active=active, read=self.read, memory_activation=self.function)
             read = read[:, None]
         else:
             read, memory = titans_memory(

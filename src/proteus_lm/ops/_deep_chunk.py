@@ -73,6 +73,12 @@ def cut(matrix: Tensor, place: str, width: int) -> Tensor:
     return matrix if place == "last" else matrix[..., :width]
 
 
+def entries(opened: Tensor, place: str) -> Tensor:
+    """Open entries of a layer's matrix, broadcastable to (U, in, out), from open coordinates, bool (U, w): those with all open."""
+    rows, columns = opened[:, :, None], opened[:, None, :]
+    return columns if place == "first" else rows if place == "last" else rows & columns
+
+
 def by_entry(scale: Tensor, place: str) -> Tensor:
     """A value per hidden unit (U, w) as one per entry of a layer's matrix, broadcastable to (U, in, out).
 
@@ -141,28 +147,21 @@ def read(
     return z, reading
 
 
-def advance(
-    weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Written, scales: Scales
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights and momentum at the chunk's end, as new tensors of the same shapes."""
-    new_weights, new_momentum = [], []
+def advance(weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Written, scales: Scales) -> None:
+    """Bring weights and momentum from the chunk's start to its end, in place."""
     for layer, place in enumerate(places(len(weights))):
         w, s, x, g = weights[layer], momentum[layer], written.x[layer], written.g[layer]
         decay, carry, keep = (by_entry(t, place) for t in (scales.end_decay, scales.end_carry, scales.end_momentum))
-        new_weights.append((w * decay).addcmul_(s, carry).baddbmm_((x * scales.end_mix).mT, g, alpha=-1))
-        new_momentum.append((s * keep).baddbmm_((x * scales.end_momentum_mix).mT, g, alpha=-1))
-    return new_weights, new_momentum
+        w.mul_(decay).addcmul_(s, carry).baddbmm_((x * scales.end_mix).mT, g, alpha=-1)
+        s.mul_(keep).baddbmm_((x * scales.end_momentum_mix).mT, g, alpha=-1)
 
 
 class Gradients(NamedTuple):
-    """What `backward` gives: to the tokens (of q and k, the coordinates the first layer takes in), to the start state, and to the
-    scales (whose `mask` is None)."""
+    """What `backward` gives: to the tokens (of q and k, the coordinates the first layer takes in) and to the scales (no `mask`)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    weights: list[Tensor]
-    momentum: list[Tensor]
     scales: Scales
 
 
@@ -182,43 +181,41 @@ def backward(
     """Adjoint of `write`, `read` and `advance` together.
 
     Args:
-        grad: (U, b, Dv), with respect to y.  grad_weights, grad_momentum: with respect to the state at the chunk's end.
+        grad: (U, b, Dv), with respect to y.
+        grad_weights, grad_momentum: with respect to the state at the chunk's end; become those to the state at its start, in place.
         advanced: False when the chunk ends nothing, so that its end state is its start state.
     """
     depth, mask = len(weights), scales.mask
     sums = Scales(*(torch.zeros_like(t) for t in scales[:8]))
-    to_weights, to_momentum = [], []
     to_x: list[Tensor] = [grad] * depth
     to_g: list[Tensor] = [grad] * depth
     for layer in range(depth - 1, -1, -1):
         place, w, s = places(depth)[layer], weights[layer], momentum[layer]
         x, written_x, g, similarity = reading.x[layer], written.x[layer], written.g[layer], reading.similarity[layer]
-        end = (grad_weights[layer], grad_momentum[layer])
-        to_w, to_s = _end_state_backward(*end, w, s, scales, sums, place) if advanced else (end[0].clone(), end[1].clone())
+        to_w, to_s = grad_weights[layer], grad_momentum[layer]
         pair = grad.bmm(g.mT)
         sums.mix.addcmul_(pair, similarity, value=-1)
         pair.mul_(scales.mix)
         to_g[layer] = (similarity * scales.mix).mT.bmm(grad).neg_()
         to_x[layer] = pair.mT.bmm(x).neg_()
+        if advanced:
+            _end_rows_backward(to_w, to_s, written_x, g, scales, sums, to_x[layer], to_g[layer])
+            _end_state_backward(to_w, to_s, w, s, scales, sums, place)
         grad = _remembered_backward(
             grad, x, w, s, scales, sums, _side(place, w, mask), reading.kept[layer], to_w, to_s
         ).baddbmm_(pair, written_x, alpha=-1)
-        if advanced:
-            _end_rows_backward(*end, written_x, g, scales, sums, to_x[layer], to_g[layer])
         if layer:
             grad.mul_(reading.slope[layer - 1])
-        to_weights.insert(0, to_w)
-        to_momentum.insert(0, to_s)
-    to_k, to_v = _write_backward(to_x, to_g, to_weights, weights, written, act, mask)
+    to_k, to_v = _write_backward(to_x, to_g, grad_weights, weights, written, act, mask)
     if depth == 1:
         grad, to_k = _open(grad, mask), _open(to_k, mask)
-    return Gradients(grad, to_k, to_v, to_weights, to_momentum, sums)
+    return Gradients(grad, to_k, to_v, sums)
 
 
 def _write_backward(
     to_x: list[Tensor],
     to_g: list[Tensor],
-    to_weights: list[Tensor],
+    to_weights: Sequence[Tensor],
     weights: Sequence[Tensor],
     written: Written,
     act: Pointwise,
@@ -245,13 +242,14 @@ def _write_backward(
 
 def _end_state_backward(
     to_w: Tensor, to_s: Tensor, w: Tensor, s: Tensor, scales: Scales, sums: Scales, place: str
-) -> tuple[Tensor, Tensor]:
-    """Adjoint of the start state's part in `advance`: gradients to W and S; adds to the end scales."""
+) -> None:
+    """Adjoint of the start state's part in `advance`, in place; adds to the end scales."""
     decay, carry, keep = (by_entry(t, place) for t in (scales.end_decay, scales.end_carry, scales.end_momentum))
     shared = scales.mask is None
     for total, grad, state in ((sums.end_decay, to_w, w), (sums.end_carry, to_w, s), (sums.end_momentum, to_s, s)):
         total.add_(by_entry_backward(grad * state, place, shared))
-    return to_w * decay, (to_s * keep).addcmul_(to_w, carry)
+    to_s.mul_(keep).addcmul_(to_w, carry)
+    to_w.mul_(decay)
 
 
 def _end_rows_backward(

@@ -16,7 +16,7 @@ from torch import Tensor
 from proteus_lm.ops import _deep_chunk
 from proteus_lm.ops._deep_activation import POINTWISE
 from proteus_lm.ops._deep_chunk import Scales
-from proteus_lm.ops._deep_walk import Memory, Start, Step, Walk
+from proteus_lm.ops._deep_walk import Start, Step, Walk
 
 GROUP = 8  # chunks between two saved states; the backward holds the states and write sides of so many at once
 
@@ -64,7 +64,7 @@ def titans_scan(
             tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=False
         )
         depth, y = len(weights), torch.empty_like(walk.v)
-        memory = Memory(walk.to_walk([*weights, *momentum]), walk.places)
+        states = walk.to_walk([*weights, *momentum])
         saved: list[Tensor] = []
         if save:
             most = _most_saved(tokens[0], weights, chunk)
@@ -72,16 +72,15 @@ def titans_scan(
             saved = [y.new_empty(most * t[0].numel() if static else n) for t, n in zip([*weights, *momentum], exact)]
         slices = _saved_parts(walk, saved)
         for number, step in enumerate(walk.steps):
-            units = walk.units(step)
-            state = memory.view(units.stop - units.start, step.width)
+            units, state = walk.units(step), walk.part(step, states)
             for target, source in zip(slices.get(number, []), state):
                 target.copy_(source)
             start = walk.start(step, state)
             y[units], _ = _deep_chunk.read(
                 walk.q[units], start.state[:depth], start.state[depth:], start.written, start.scales, act, keep=False
             )
-            memory.put(walk.end(step, start, state))
-        return [walk.layout.scatter(y, tokens[2])[0], *walk.from_walk(memory.whole()), *saved]
+            walk.end(step, start, state)
+        return [walk.layout.scatter(y, tokens[2])[0], *walk.from_walk(states), *saved]
 
 
 @torch.library.custom_op("proteus_lm::titans_scan_backward", mutates_args=())
@@ -109,35 +108,34 @@ def titans_scan_backward(
         walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=True)
         earlier = None if not open_rows else open_rows[1]
         grad_y = walk.layout.gather(grads[0], None if earlier is None else torch.zeros_like(earlier), walk.dtype)
-        to_state = Memory(walk.to_walk(grads[1:]), walk.places)
+        to_states = walk.to_walk(grads[1:])
         to_rows = [torch.zeros_like(t) for t in (walk.q, walk.k, walk.v)]
         slices = _saved_parts(walk, saved)
         initial = walk.to_walk([*weights, *momentum])
         for first in reversed(range(0, len(walk.steps), GROUP)):
             steps = walk.steps[first : first + GROUP]
             for step, start in reversed(list(zip(steps, _group(walk, steps, initial, slices.get(first))))):
-                _step_backward(walk, step, start, grad_y, to_state, to_rows)
+                _step_backward(walk, step, start, grad_y, walk.part(step, to_states), to_rows)
         slots = [*to_rows, *walk.gates.backward()]
         spread = [walk.layout.scatter(s, t, e) for s, t, e in zip(slots, tokens, [None, *open_rows] if open_rows else [None] * 6)]
-        return [*(s[0] for s in spread), *(s[1] for s in spread if s[1] is not None), *walk.from_walk(to_state.whole())]
+        return [*(s[0] for s in spread), *(s[1] for s in spread if s[1] is not None), *walk.from_walk(to_states)]
 
 
 def _group(walk: Walk, steps: list[Step], initial: list[Tensor], saved: list[Tensor] | None) -> list[Start]:
     """The starts of a group's chunks. What was locked at the group's start still holds its initial values."""
-    memory, starts = Memory([t.clone() for t in initial], walk.places), []
+    starts, states = [], [t.clone() for t in initial]
+    for target, source in zip(walk.part(steps[0], states), saved or []):
+        target.copy_(source)
     for step in steps:
-        units = walk.units(step)
-        state = memory.view(units.stop - units.start, step.width)
-        if saved is not None and not starts:
-            state = saved
+        state = [t.clone() for t in walk.part(step, states)]
         starts.append(walk.start(step, state))
         if step is not steps[-1]:
-            memory.put(walk.end(step, starts[-1], state))
+            walk.end(step, starts[-1], walk.part(step, states))
     return starts
 
 
 def _step_backward(
-    walk: Walk, step: Step, start: Start, grad_y: Tensor, to_state: Memory, to_rows: list[Tensor]
+    walk: Walk, step: Step, start: Start, grad_y: Tensor, to_state: list[Tensor], to_rows: list[Tensor]
 ) -> None:
     units, depth = walk.units(step), len(walk.places)
     weights, momentum = start.state[:depth], start.state[depth:]
@@ -145,16 +143,15 @@ def _step_backward(
     if 0 < full < units.stop - units.start:
         scales = _held(scales, full)
     _, reading = _deep_chunk.read(walk.q[units], weights, momentum, start.written, scales, walk.act, keep=True)
-    grad = to_state.view(units.stop - units.start, step.width)
     out = _deep_chunk.backward(
-        grad_y[units], grad[:depth], grad[depth:], weights, momentum, start.written, reading, scales, walk.act, advanced=full > 0
+        *(grad_y[units], to_state[:depth], to_state[depth:], weights, momentum, start.written, reading, scales, walk.act),
+        advanced=full > 0,
     )
     for target, rows in zip(to_rows, (out.q, out.k, out.v)):
         target[units, :, : rows.shape[-1]] = rows
     for total in out.scales[3:8]:
         total[full:] = 0
     walk.gates.collect(out.scales, units, start.opens)
-    to_state.put([*out.weights, *out.momentum])
 
 
 def _held(scales: Scales, full: int) -> Scales:

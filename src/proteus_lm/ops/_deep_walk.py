@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from proteus_lm.ops._deep_chunk import Scales, Written, advance, cut, places, write
+from proteus_lm.ops._deep_chunk import Scales, Written, advance, cut, entries, places, write
 from proteus_lm.ops._deep_activation import Pointwise
 from proteus_lm.ops._deep_gates import Gates
 from proteus_lm.ops._deep_layout import Layout, Span
@@ -27,7 +27,8 @@ class Start(NamedTuple):
     """What a chunk is worked out from.
 
     Args:
-        state: weights, then momentum, (U, in, out) at the open width; entries that stay locked are blank, lest they hold NaN.
+        state: weights, then momentum, (U, in, out) at the open width; in a mixed chunk a copy in which entries that stay locked are
+            blank, lest they hold NaN.
         scales, written: see `_deep_chunk`.
         opens: int64 (U, w), slot at which each coordinate opens; None where all are open throughout.
     """
@@ -118,62 +119,30 @@ class Walk:
         written = write(self.k[units], self.v[units], state[: len(self.places)], self.act, mask)
         return Start(state, self.gates.scales(units, opens, mask), written, opens)
 
-    def end(self, step: Step, start: Start, state: list[Tensor]) -> list[Tensor]:
-        """State at a chunk's end of its rows; rows that do not fill it, and locked entries, keep that of its start, `state`."""
+    def end(self, step: Step, start: Start, state: list[Tensor]) -> None:
+        """Bring `state`, of the rows and width of a chunk, from the chunk's start to its end, in place.
+
+        Rows that do not fill the chunk, and locked entries, are left as they are.
+        """
         rows, depth = step.span.full * self.heads, len(self.places)
         if not rows:
-            return state
+            return
+        state, written = [t[:rows] for t in state], Written(*([t[:rows] for t in part] for part in start.written))
         scales = Scales(*(None if t is None else t[:rows] for t in start.scales))
-        weights, momentum = advance(
-            [t[:rows] for t in start.state[:depth]],
-            [t[:rows] for t in start.state[depth:]],
-            Written(*([t[:rows] for t in part] for part in start.written)),
-            scales,
-        )
-        new = [*weights, *momentum]
-        if start.opens is not None:
-            new = self._choose(start.opens[:rows], new, [t[:rows] for t in state])
-        return [torch.cat([a, b[rows:]]) for a, b in zip(new, state)] if rows < len(state[0]) else new
+        if start.opens is None:
+            advance(state[:depth], state[depth:], written, scales)
+            return
+        new = [t[:rows].clone() for t in start.state]
+        advance(new[:depth], new[depth:], written, scales)
+        for old, chosen in zip(state, self._choose(start.opens[:rows], new, state)):
+            old.copy_(chosen)
+
+    def part(self, step: Step, states: Sequence[Tensor]) -> list[Tensor]:
+        """The rows and the width of a chunk, as views of states (N * H, in, out) of all rows."""
+        units = self.units(step)
+        return [cut(t[: units.stop - units.start], p, step.width) for t, p in zip(states, [*self.places, *self.places])]
 
     def _choose(self, opens: Tensor, opened: Sequence[Tensor], locked: Sequence[Tensor]) -> list[Tensor]:
         """`opened` at the entries that open in this chunk or before (all their coordinates do), `locked` at the others."""
-        inside = opens < self.layout.slots
-        rows, columns = inside[:, :, None], inside[:, None, :]
-        chosen = {"first": columns, "last": rows, "inner": rows & columns}
-        layers = [*self.places, *self.places]
-        return [torch.where(chosen[place], a, b) for place, a, b in zip(layers, opened, locked)]
-
-
-class Memory:
-    """The state of all rows, of which a walk works on the first rows and the open width.
-
-    That part is kept as tensors of its own while it stays the same. Tensors given out are never changed afterwards.
-
-    Args:
-        states: weights, then momentum, each (N * H, in, out); the memory takes them over.
-    """
-
-    def __init__(self, states: list[Tensor], layers: Sequence[str]) -> None:
-        self._whole, self._layers = states, [*layers, *layers]
-        self._key: tuple[int, int] | None = None
-        self._part: list[Tensor] = []
-
-    def view(self, rows: int, width: int) -> list[Tensor]:
-        """The first `rows` (times heads) at the first `width` coordinates."""
-        if self._key != (rows, width):
-            self.whole()
-            self._key = rows, width
-            self._part = [cut(t[:rows], place, width).contiguous() for t, place in zip(self._whole, self._layers)]
-        return self._part
-
-    def put(self, part: list[Tensor]) -> None:
-        """New values of the part last viewed."""
-        self._part = part
-
-    def whole(self) -> list[Tensor]:
-        """All rows at full width."""
-        if self._key is not None:
-            rows, width = self._key
-            for whole, part, place in zip(self._whole, self._part, self._layers):
-                cut(whole[:rows], place, width).copy_(part)
-        return self._whole
+        inside, layers = opens < self.layout.slots, [*self.places, *self.places]
+        return [torch.where(entries(inside, place), a, b) for place, a, b in zip(layers, opened, locked)]

@@ -83,18 +83,39 @@ def titans_memory(
         more = {"activation": activation, "initial_state": initial_state, "output_final_state": output_final_state}
         return reference.titans_memory(*tokens, weights, **common, **more)
     start, at = _start(tokens, weights, chunk, rows, activation, initial_state)
-    active = _active(activation, q, weights)
-    earlier = [start.k, start.v, start.theta, start.alpha, start.eta]
-    carried = isinstance(initial_state, TitansState)
-    needed = [*tokens, *start.weights, *start.momentum, *(earlier if carried else [])]
+    options = {"carried": isinstance(initial_state, TitansState), "read": read, "memory_activation": memory_activation}
+    return chunk_form(tokens, start, at, _active(activation, q, weights), cu_seqlens, output_final_state, **options)
+
+
+def chunk_form(
+    tokens: Sequence[Tensor],
+    start: TitansState,
+    at: Tensor,
+    active: Tensor,
+    cu_seqlens: Tensor | None,
+    output_final_state: bool,
+    *,
+    carried: bool,
+    read: str,
+    memory_activation: str,
+) -> tuple[Tensor, TitansState | None]:
+    """The dual form behind `titans_memory`, of arguments that were checked.
+
+    Args:
+        start: the state to start from; `carried` says whether its open rows hold tokens and its position is binding.
+        at: int64 (N or 1), position of each row's first token.
+        active: int64 (B or 1, T), open coordinates of each token.
+    """
+    depth, chunk = len(start.weights), start.k.shape[1]
+    earlier = [start.k, start.v, start.theta, start.alpha, start.eta] if carried else []
+    needed = [*tokens, *start.weights, *start.momentum, *earlier]
     out = titans_scan(
-        list(tokens), earlier if carried else [], list(start.weights), list(start.momentum),
+        list(tokens), earlier, list(start.weights), list(start.momentum),
         active, start.active if carried else None, at, start.position if carried else None, cu_seqlens, chunk, read,
         memory_activation, torch.is_grad_enabled() and any(t.requires_grad for t in needed), torch.compiler.is_compiling(),
     )  # fmt: skip
     if not output_final_state:
         return out[0], None
-    depth = len(weights)
     boundary = tuple(out[1 : 1 + depth]), tuple(out[1 + depth : 1 + 2 * depth])
     return out[0], _final(start, boundary, tokens, active, at, chunk, cu_seqlens)
 
@@ -111,6 +132,11 @@ def titans_weights(state: TitansState, *, memory_activation: str = "gelu_tanh") 
     return reference.titans_weights(state, memory_activation=memory_activation)
 
 
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """fp64 if any tensor is, else fp32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
 def _start(
     tokens: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -120,8 +146,7 @@ def _start(
     initial: InitialState | None,
 ) -> tuple[TitansState, Tensor]:
     """The state to start from, its boundary in the type to compute in, and the position of each row's first token (N or 1)."""
-    floats = [*tokens, *weights]
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in floats) else torch.float32
+    dtype = compute_dtype(*tokens, *weights)
     offset = 0 if activation is None else activation.offset
     at = offset.long() if isinstance(offset, Tensor) else torch.tensor([offset])
     if isinstance(initial, TitansState):

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from proteus_lm.config import ProteusConfig
 from proteus_lm.data.files import write_json, write_text
 from proteus_lm.evals import PerplexityResult, evaluate
 from proteus_lm.generate import Sampling, generate
@@ -66,7 +67,7 @@ def build_report(
     options = options or Options()
     runs = [Run.open(path) for path in paths]
     names = _names([run.path for run in runs])
-    schedules = [run.load_model().config.schedule for run in runs]
+    schedules = [ProteusConfig.from_pretrained(run.checkpoint()).schedule for run in runs]
     reports = tuple(_measure(run, name, options, schedules, progress) for run, name in zip(runs, names))
     base = base_of(reports)
     pairs = {other.name: _differences(base, other) for other in reports if other is not base}
@@ -173,11 +174,12 @@ def _evaluate(
 
 
 def _sample(model: Any, run: Run, dataset: Any, options: Options) -> tuple[str, str]:
-    """A prompt from the split's first document and what the model writes after it."""
+    """The beginning of the split's longest document, and what the model writes after it."""
     if options.sample_tokens == 0:
         return "", ""
     tokenizer = run.tokenizer
-    prompt = tokenizer.decode(dataset.document(0)[: options.prompt_tokens])
+    longest = max(range(dataset.documents), key=lambda index: len(dataset.document(index)))
+    prompt = tokenizer.decode(dataset.document(longest)[: options.prompt_tokens])
     sampling = Sampling(options.sample_tokens, options.temperature, options.top_k, None, options.seed)
     return prompt, generate(model, tokenizer, prompt, sampling)
 

@@ -30,7 +30,7 @@ class Options:
         bins: stretches of positions within the training context.
         split: "validation" or "train".
         sample_tokens: length of the text sample, 0 for none.
-        prompt_tokens: tokens of the first document of the split that the sample continues.
+        prompt_tokens: tokens of the longest document of the split that the sample continues.
         temperature, top_k, seed: how it is drawn.
         device: where the models run.
     """

@@ -116,8 +116,8 @@ def never_open(schedule: ActivationSchedule, context: int) -> list[str]:
     if closed == 0:
         return []
     return [
-        f"warning: {closed} of {schedule.blocks} blocks of memory open at position {context} or later, past the training context: they "
-        "are never trained; use fewer blocks or a longer context"
+        f"warning: {closed} of {schedule.blocks} blocks of memory open at position {context} or later, past the training context: "
+        "they are never trained; use fewer blocks or a longer context"
     ]
 
 

@@ -88,13 +88,14 @@ def prepare(
         limit = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
     o = tl.arange(0, C)
     here = o < count
-    token = (start + o) * H + h
+    token = o * H  # offsets in a chunk are 32 bit; the chunk's own place is in the pointers
+    first = start * H + h
     decay = tl.zeros([C], tl.float32)
     if HAS_G:
-        decay = tl.load(g + token, mask=here, other=0.0).to(tl.float32)
+        decay = tl.load(g + first + token, mask=here, other=0.0).to(tl.float32)
     running = tl.cumsum(decay, 0)
     before = running if DECAYED else running - decay
-    total = tl.sum(decay, 0)
+    total = tl.sum(tl.where(o == C - 1, running, 0.0), 0)
     slot = (c * H + h) * 6 * C
     tl.store(gates + slot + o, tl.exp(running) * scale)
     tl.store(gates + slot + C + o, tl.exp(tl.minimum(total - running, 0.0)))
@@ -107,21 +108,22 @@ def prepare(
         col = k0 + tl.arange(0, KT)
         at = token[:, None] * K + col[None, :]
         mask = here[:, None] & (col < limit)[None, :]
-        b_k = tl.load(k + at, mask=mask, other=0.0)
-        b_q = tl.load(q + at, mask=mask, other=0.0)
+        b_k = tl.load(k + first * K + at, mask=mask, other=0.0)
+        b_q = tl.load(q + first * K + at, mask=mask, other=0.0)
         read = tl.dot(b_q, tl.trans(b_k), read, input_precision=PRECISION)
         if DELTA:
             b_p = b_k
             if HAS_P:
-                b_p = tl.load(p + at, mask=mask, other=0.0)
+                b_p = tl.load(p + first * K + at, mask=mask, other=0.0)
             a = tl.dot(b_p, tl.trans(b_k), a, input_precision=PRECISION)
     r = o[:, None]
     j = o[None, :]
-    square = (c * H + h) * C * C + r * C + j
+    square = r * C + j
+    corner = (c * H + h) * C * C
     read *= tl.exp(tl.where(r >= j, running[:, None] - running[None, :], 0.0)) * scale
-    tl.store(attend + square, tl.where(r >= j, read, 0.0).to(dtype))
+    tl.store(attend + corner + square, tl.where(r >= j, read, 0.0).to(dtype))
     if DELTA:
-        strength = tl.load(beta + token, mask=here, other=0.0).to(tl.float32)
+        strength = tl.load(beta + first + token, mask=here, other=0.0).to(tl.float32)
         strength = tl.where(tl.abs(strength) < FLOOR, FLOOR, strength)
         tl.store(gates + slot + 2 * C + o, tl.exp(before))
         tl.store(gates + slot + 4 * C + o, before)
@@ -129,12 +131,12 @@ def prepare(
         a *= tl.exp(tl.where(r > j, before[:, None] - running[None, :], 0.0)) * strength[:, None]
         a = tl.where(r > j, a, 0.0)
         inverse = unit_lower_inverse(a, C, D, HALF, SOLVE_PRECISION) * strength[None, :]
-        tl.store(solve + square, inverse.to(dtype))
+        tl.store(solve + corner + square, inverse.to(dtype))
 
 
 @triton.jit
 def fetch(x, token, here, limit, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
-    """The first W tiles (C, KT) of a chunk's rows of x (tokens, H, K), zero from column `limit` on; the rest repeat the first."""
+    """The first W tiles (C, KT) of a chunk's rows of x (its tokens, H, K), zero from column `limit` on; the rest repeat the first."""
     col = tl.arange(0, KT)
     at = x + token[:, None] * K + col[None, :]
     b0 = tl.load(at, mask=here[:, None] & (col < limit)[None, :], other=0.0)
@@ -264,38 +266,45 @@ def scan(
         high = tl.load(table + 1)
         if phase < NK - 1:
             high = tl.load(table + 2 + (phase + 1) * (KT // 16))
+        # The row of the chunk after is read while this one is worked on; the table has one more row for the last.
+        next_start = tl.load(chunks + low * 4)
+        next_count = tl.load(chunks + low * 4 + 1)
+        next_width = tl.load(chunks + low * 4 + 2)
         for c in tl.range(low, high, num_stages=STAGES):
-            start = tl.load(chunks + c * 4).to(tl.int64)
-            here = o < tl.load(chunks + c * 4 + 1)
-            width = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
-            token = (start + o) * H + h
+            start = next_start.to(tl.int64)
+            here = o < next_count
+            width = tl.multiple_of(next_width, ALIGN)
+            next_start = tl.load(chunks + (c + 1) * 4)
+            next_count = tl.load(chunks + (c + 1) * 4 + 1)
+            next_width = tl.load(chunks + (c + 1) * 4 + 2)
+            place = start * H + h
             keys = width if KEY else K
             values = width if VALUE else V
             slot = c * H + h
             factor = tl.exp(tl.load(gates + slot * 6 * C + 4 * C - 1))
-            k0, k1, k2, k3 = fetch(k, token, here, keys, K, KT, phase + 1)
+            k0, k1, k2, k3 = fetch(k + place * K, o * H, here, keys, K, KT, phase + 1)
             if SAVE:
                 put(states + slot * V * K, s0, s1, s2, s3, column, K, V, KT, phase + 1)
-            at = token[None, :] * V + column[:, None]
-            u = tl.load(v + at, mask=here[None, :] & (column < values)[:, None], other=0.0)
-            square = slot * C * C + o[:, None] * C + o[None, :]
+            at = (o * H)[None, :] * V + column[:, None]
+            u = tl.load(v + place * V + at, mask=here[None, :] & (column < values)[:, None], other=0.0)
+            square = o[:, None] * C + o[None, :]
             if DELTA:
                 p0, p1, p2, p3 = k0, k1, k2, k3
                 if HAS_P:
-                    p0, p1, p2, p3 = fetch(p, token, here, keys, K, KT, phase + 1)
+                    p0, p1, p2, p3 = fetch(p + place * K, o * H, here, keys, K, KT, phase + 1)
                 guess = project(s0, s1, s2, s3, p0, p1, p2, p3, phase + 1, PRECISION)
                 rest = u.to(tl.float32) - guess * tl.load(gates + slot * 6 * C + 2 * C + o)[None, :]
                 if VALUE and HAS_INITIAL:
                     rest = tl.where((column < values)[:, None], rest, 0.0)
-                u = tl.dot(rest.to(dtype), tl.trans(tl.load(solve + square)), input_precision=PRECISION).to(dtype)
+                u = tl.dot(rest.to(dtype), tl.trans(tl.load(solve + slot * C * C + square)), input_precision=PRECISION).to(dtype)
                 if SAVE:
-                    tl.store(fresh + at, u, mask=here[None, :] & (column < V)[:, None])
-            q0, q1, q2, q3 = fetch(q, token, here, keys, K, KT, phase + 1)
+                    tl.store(fresh + place * V + at, u, mask=here[None, :] & (column < V)[:, None])
+            q0, q1, q2, q3 = fetch(q + place * K, o * H, here, keys, K, KT, phase + 1)
             y = project(s0, s1, s2, s3, q0, q1, q2, q3, phase + 1, PRECISION) * tl.load(gates + slot * 6 * C + o)[None, :]
-            y = tl.dot(u, tl.trans(tl.load(attend + square)), y, input_precision=PRECISION)
+            y = tl.dot(u, tl.trans(tl.load(attend + slot * C * C + square)), y, input_precision=PRECISION)
             if VALUE and HAS_INITIAL:
                 y = tl.where((column < values)[:, None], y, 0.0)
-            tl.store(out + at, y.to(dtype), mask=here[None, :] & (column < V)[:, None])
+            tl.store(out + place * V + at, y.to(dtype), mask=here[None, :] & (column < V)[:, None])
             s0 = fade(s0, factor, column, 0, width, KT, KEY, VALUE, HAS_INITIAL)
             if phase > 0:
                 s1 = fade(s1, factor, column, KT, width, KT, KEY, VALUE, HAS_INITIAL)

@@ -48,7 +48,7 @@ def _shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, axis: str, blocks: i
     values, gated = v.shape[-1], blocks > 1
     key_gate, value_gate = gated and axis == "key", gated and axis == "value"
     wide = max(16, triton.next_power_of_2(keys))
-    tiles = min(TUNE.get('NK', 4), wide // 16) if key_gate else 1
+    tiles = min(TUNE.get('NK', 2), wide // 16) if key_gate else 1
     dim = keys if axis == "key" else values
     # Open lengths are multiples of dim // blocks, or dim: what the compiler may assume of them to load 16 bytes at a time.
     width = dim // blocks if gated else dim
@@ -95,10 +95,10 @@ def _gate(s: Shape) -> dict[str, Any]:
     return {"KEY": s.key_gate, "ALIGN": s.align, "PRECISION": precision}
 
 
-def _walk(s: Shape, rule: str, half: bool) -> dict[str, Any]:
+def _walk(s: Shape, rule: str, has_p: bool, half: bool) -> dict[str, Any]:
     return {
         **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": s.key_tile, "NK": s.key_tiles, "BV": s.value_tile},
-        **{"TILES": s.tiles, "DELTA": RULES[rule][0], "VALUE": s.value_gate, **_gate(s)},
+        **{"TILES": s.tiles, "DELTA": RULES[rule][0], "HAS_P": has_p, "VALUE": s.value_gate, **_gate(s)},
         **{"STAGES": TUNE.get("SST", 2 if half and s.keys <= 128 else 1), "num_warps": TUNE.get("SW", 4)},
     }
 
@@ -134,9 +134,9 @@ def linear(
     """
     s = _shape(q, v, cu_seqlens, axis, blocks)
     plan = _plan(s, active, segments, cu_seqlens, blocks, q.device)
-    n, delta = len(plan.chunks), RULES[rule][0]
+    n, delta = len(plan.chunks) - 1, RULES[rule][0]
     f32 = {"device": q.device, "dtype": torch.float32}
-    gates = torch.empty(n, s.heads, 3, s.chunk, **f32)
+    gates = torch.empty(n, s.heads, 6, s.chunk, **f32)
     attend = q.new_empty(n, s.heads, s.chunk, s.chunk)
     solve = torch.empty_like(attend) if delta else q.new_empty(0)
     out = torch.empty_like(v)
@@ -146,10 +146,12 @@ def linear(
     half = q.dtype != torch.float32
     forward.prepare[(n * s.heads,)](
         *(q, k, p, g, beta, plan.chunks, gates, solve, attend, scale),
-        **{"H": s.heads, "K": s.keys, "C": s.chunk, "KT": TUNE.get("PKT", min(64, s.key_tile)), "D": TUNE.get("PD", DIAGONAL)},
+        **{"H": s.heads, "K": s.keys, "C": s.chunk, "KT": TUNE.get("PKT", min(128 if half else 64, s.key_tile * s.key_tiles)), "D": TUNE.get("PD", 2 if half else DIAGONAL)},
         **_flags(s, rule, g, p),
         **_gate(s),
-        SOLVE_PRECISION="ieee" if INTERPRETED else "tf32" if half else "tf32x3",
+        HALF=half and TUNE.get("HALF", True),
+        SOLVE_PRECISION="ieee" if INTERPRETED else "tf32x3" if not half else "tf32",
+        FLOOR=2.0**-12 if q.dtype == torch.float16 else 1e-15,
         num_warps=TUNE.get("PW", 4),
     )
     forward.scan[(s.documents * s.heads * -(-s.values // s.value_tile),)](
@@ -158,7 +160,7 @@ def linear(
         HAS_INITIAL=initial_state is not None,
         HAS_FINAL=output_final_state,
         SAVE=save,
-        **_walk(s, rule, half),
+        **_walk(s, rule, p is not None, half),
     )
     return out, final, gates, solve, attend, fresh, states, plan.chunks, plan.documents
 
@@ -173,12 +175,12 @@ def _(q, k, v, p, g, beta, initial_state, active, cu_seqlens, segments, blocks, 
     return (
         torch.empty_like(v),
         torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if output_final_state else torch.empty(0, **f32),
-        torch.empty(n, s.heads, 3, s.chunk, **f32),
+        torch.empty(n, s.heads, 6, s.chunk, **f32),
         torch.empty_like(square) if delta else q.new_empty(0),
         square,
         torch.empty_like(v) if save and delta else q.new_empty(0),
         q.new_empty(n, s.heads, s.values, s.keys) if save else q.new_empty(0),
-        torch.empty(n, 4, **i32),
+        torch.empty(n + 1, 4, **i32),
         torch.empty(s.documents, 2 + s.tiles, **i32),
     )
 
@@ -212,8 +214,7 @@ def linear_backward(
     delta, half = RULES[rule][0], q.dtype != torch.float32
     f32 = {"device": q.device, "dtype": torch.float32}
     empty = torch.empty(0, **f32)
-    error, dq, dk = torch.empty_like(v), torch.empty_like(q), torch.empty_like(k)
-    dv = torch.empty_like(v) if delta else error
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dp = torch.empty_like(k) if p is not None else q.new_empty(0)
     dg = torch.empty(s.rows, s.length, s.heads, **f32) if g is not None else empty
     dbeta = torch.empty(s.rows, s.length, s.heads, **f32) if delta else torch.empty_like(empty)
@@ -221,16 +222,17 @@ def linear_backward(
     dinitial = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if has_initial else torch.empty_like(empty)
     backward.reverse[(s.documents * s.heads * -(-s.values // s.value_tile),)](
         *(q, k, k if p is None else p, gates, solve, attend, chunks, documents, do, dfinal),
-        *(error, dstates, dinitial, scale, s.documents),
+        *(dv, dstates, dinitial, scale, s.documents),
         HAS_INITIAL=has_initial,
         HAS_FINAL=dfinal is not None,
-        **_walk(s, rule, half),
+        **_walk(s, rule, p is not None, half),
     )
     tile = min(s.key_tile, TUNE.get('GKT', 64) if half else 32)
-    backward.gradients[(len(chunks) * s.heads,)](
-        *(q, k, p, v, gates, chunks, do, fresh if delta else v, error, states, dstates, dq, dk, dp, dv, dg, dbeta, scale),
-        **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": tile, "BV": min(s.value_tile, TUNE.get("GBV", 64))},
-        **{"VALUE": s.value_gate, "STAGES": TUNE.get("GST", 2 if half else 1), "num_warps": TUNE.get("GW", 8)},
+    backward.gradients[((len(chunks) - 1) * s.heads,)](
+        *(q, k, k if p is None else p, gates, chunks, do, fresh if delta else v, states, dstates),
+        *(dq, dk, dk if p is None else dp, dv, dg, dbeta, scale),
+        **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": tile, "BV": min(triton.next_power_of_2(max(16, s.values)), TUNE.get("GBV", 128 if s.values <= 128 and half else 64))},
+        **{"VALUE": s.value_gate, "num_warps": TUNE.get("GW", 4), **({"maxnreg": TUNE["GREG"]} if "GREG" in TUNE else {})},
         **_flags(s, rule, g, p),
         **_gate(s),
     )

@@ -28,12 +28,12 @@ from proteus_lm.ops.triton_deep._common import (
 from proteus_lm.ops.triton_deep._forward import end_scales, start_shadow
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "G"])
 def read_backward_kernel(
     q, k, dy, mix, vec, plan, opens, shadow, act, grad, err,
     dq, to_act, to_grad, to_state, to_err, to_k, d_mix, d_vec, unit, turned,
-    first, T, H, plan_row,
-    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
+    first, T, H, G, plan_row,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     ACT: tl.constexpr, DEEP: tl.constexpr, PRE: tl.constexpr, MIXED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks of the segment, rows * heads). Writes dq and the reads' share of all other gradients, of the chunks that are or
@@ -80,7 +80,7 @@ def read_backward_kernel(
     pair_1 = tl.zeros((B, B), tl.float32)
     d_query = tl.zeros((B, DK), tl.float32)
     d_log_read, d_carry_read = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
-    for j in range(0, tl.cdiv(width, BH)):
+    for j in range(tl.cdiv(width, BH)):
         cols = j * BH + tl.arange(0, BH)
         kept = (cols < width)[None, :]
         opened = open_slots(opens_at, cols, width, B)
@@ -165,12 +165,12 @@ def read_backward_kernel(
         tl.store(to_k + at * B * DK + t[:, None] * DK + dk[None, :], -mul(tl.load(turn + B * B + square_t), queries, PREC))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "G"])
 def write_backward_kernel(
     k, vec, plan, opens, full, shadow, act, slope, bend, err,
     to_act, to_grad, to_state, to_err, dw1, ds1, dw2, ds2, d_shadow, dk_out, dv_out, d_vec, to_z, d_back, d_err,
-    first, count, T, H, plan_row,
-    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
+    first, count, T, H, G, plan_row,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     DEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows * heads). Brings the state's gradient (fp32, in place) back through the segment's chunks; writes dv, for depth 1 dk,
@@ -190,7 +190,7 @@ def write_backward_kernel(
     rows_full = tl.load(full + row)
     start_shadow(dw1, ds1, dw2, ds2, d_shadow + (wide * G + count - 1) * SLOT, 0, HID, DK, DV, HID, BH, DEEP)
     tl.debug_barrier()
-    for back in range(0, count):
+    for back in range(count):
         i = count - 1 - back
         n = first + i
         at = wide * G + i
@@ -209,7 +209,7 @@ def write_backward_kernel(
         # First pass over the open tiles: all that the gradient of the error is made of.
         by_w2, by_s2 = tl.zeros((B, DV), tl.float32), tl.zeros((B, DV), tl.float32)
         d_error = tl.zeros((B, DV), tl.float32)
-        for j in range(0, tl.cdiv(width, BH)):
+        for j in range(tl.cdiv(width, BH)):
             cols = j * BH + tl.arange(0, BH)
             kept = (cols < width)[None, :]
             cells = t[:, None] * HID + cols[None, :]
@@ -252,7 +252,7 @@ def write_backward_kernel(
         if DEEP:
             error_t = tl.load(err + at * B * DV + t[None, :] * DV + dv[:, None])
             keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
-        for j in range(0, tl.cdiv(width, BH)):
+        for j in range(tl.cdiv(width, BH)):
             cols = j * BH + tl.arange(0, BH)
             kept, shadowed = (cols < width)[None, :], (cols < tl.where(i > 0, width, 0))[None, :]
             opened = open_slots(opens_at, cols, width, B)
@@ -278,6 +278,9 @@ def write_backward_kernel(
                 tl.store(dk_out + (token + t[:, None] * H) * DK + cols[None, :], d_k.to(dk_out.dtype.element_ty), mask=kept)
             _back(dw2, ds2, to_now + W2, DV * HID, d_now + W2, -SLOT, second, kept, shadowed,
                   decay[None, :], carry_w[None, :], carry_s[None, :], change)  # fmt: skip
+        if i > 0:  # a row that has ended in this chunk, but not in the one before
+            before = tl.load(plan + (row * plan_row + n - 1) * 2)
+            start_shadow(dw1, ds1, dw2, ds2, d_now - SLOT, width, before, DK, DV, HID, BH, DEEP)
         tl.debug_barrier()
 
 
@@ -294,11 +297,11 @@ def _back(d_w, d_s, to_state, half, d_shadow, previous, cells, kept, shadowed, d
     tl.store(d_shadow + previous + half + cells, s.to(d_shadow.dtype.element_ty), mask=shadowed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "G"])
 def rest_backward_kernel(
     k, vec, plan, opens, full, shadow, d_shadow, grad, to_z, to_k, dk_out, d_vec, unit,
-    first, T, H, plan_row,
-    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
+    first, T, H, G, plan_row,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     DEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks of the segment, rows * heads). What follows from the state's gradient and on which nothing else depends: dk, and
@@ -322,7 +325,7 @@ def rest_backward_kernel(
     if DEEP:
         d_key = tl.zeros((B, DK), tl.float32)
         by_w1, by_s1 = tl.zeros((B, DK), tl.float32), tl.zeros((B, DK), tl.float32)
-    for j in range(0, tl.cdiv(width, BH)):
+    for j in range(tl.cdiv(width, BH)):
         cols = j * BH + tl.arange(0, BH)
         kept = (cols < width)[None, :]
         opened = open_slots(opens_at, cols, width, B)

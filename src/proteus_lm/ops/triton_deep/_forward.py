@@ -72,11 +72,11 @@ def _update(state_w, state_s, shadow, next_shadow_w, next_shadow_s, cells, kept,
     tl.store(shadow + next_shadow_s + cells, s.to(shadow.dtype.element_ty), mask=shadowed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "G"])
 def write_kernel(
     k, v, vec, plan, opens, full, w1, s1, w2, s2, shadow, act, slope, grad, bend, err,
-    first, count, T, H, plan_row,
-    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
+    first, count, T, H, G, plan_row,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     ACT: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows * heads). Brings W, S (fp32, in place) through the `count` chunks from `first` on; fills `shadow`, `act`, `grad`,
@@ -96,7 +96,7 @@ def write_kernel(
     width = tl.load(plan_at)
     start_shadow(w1, s1, w2, s2, shadow, 0, width, DK, DV, HID, BH, DEEP)
     tl.debug_barrier()
-    for i in range(0, count):
+    for i in range(count):
         n = first + i
         at = wide * G + i
         keep_at = at if KEEP else wide
@@ -113,7 +113,7 @@ def write_kernel(
         # First pass over the open tiles: activations, and the error of what they add up to.
         found = tl.zeros((B, DV), tl.float32)
         keys = tl.load(rows_k + dk[None, :]).to(OPD)
-        for j in range(0, tl.cdiv(width, BH)):
+        for j in range(tl.cdiv(width, BH)):
             cols = j * BH + tl.arange(0, BH)
             open_ = cols < width
             opened = open_slots(opens_at, cols, width, B)
@@ -146,7 +146,7 @@ def write_kernel(
             keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(tl.float32)
             keys_w, keys_s = (keys_t * end_w[None, :]).to(OPD), (keys_t * end_s[None, :]).to(OPD)
         to_shadow = tl.where(i + 1 < count, width, 0)
-        for j in range(0, tl.cdiv(width, BH)):
+        for j in range(tl.cdiv(width, BH)):
             cols = j * BH + tl.arange(0, BH)
             open_ = cols < width
             opened = open_slots(opens_at, cols, width, B)
@@ -176,11 +176,11 @@ def write_kernel(
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "G"])
 def read_kernel(
     q, k, mix, vec, plan, opens, shadow, act, grad, err, y,
-    first, T, H, plan_row,
-    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, G: tl.constexpr,
+    first, T, H, G, plan_row,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     ACT: tl.constexpr, DEEP: tl.constexpr, PRE: tl.constexpr, MIXED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks of the segment, rows * heads): y of the chunks that are or are not mixed, with each token's own weights (spec/deep.md 2.2, 3.4)."""
@@ -206,7 +206,7 @@ def read_kernel(
         near = (share * mul(queries, keys_t, PREC)).to(OPD)
     alike = tl.zeros((B, B), tl.float32)
     out = tl.zeros((B, DV), tl.float32)
-    for j in range(0, tl.cdiv(width, BH)):
+    for j in range(tl.cdiv(width, BH)):
         cols = j * BH + tl.arange(0, BH)
         open_ = cols < width
         opened = open_slots(opens_at, cols, width, B)

@@ -36,10 +36,10 @@ def _gates(theta, alpha, eta, active, at, active_at):
     return th, keep, mo, tl.where(here, 1.0, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "G"])
 def gates_kernel(
-    theta, alpha, eta, active, mix, passed, vec, first, T, H, active_row,
-    G: tl.constexpr, B: tl.constexpr, PRE: tl.constexpr, KEEP: tl.constexpr,
+    theta, alpha, eta, active, mix, passed, vec, first, T, H, G, active_row,
+    B: tl.constexpr, PRE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks of the segment, rows * heads). Writes `mix`, `vec`, and with KEEP `passed` (P, g, b, b): the momentum's rows."""
     i, p = tl.program_id(0), tl.program_id(1)
@@ -52,7 +52,7 @@ def gates_kernel(
     mix += at * B * B
     passed += at * B * B
     weights, momentum = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
-    for t in range(0, B):
+    for t in range(B):
         _, keep, mo, here = _gates(theta, alpha, eta, active, tokens + t * H, active + t)
         if PRE:
             tl.store(mix + t * B + slot, weights)
@@ -77,11 +77,11 @@ def gates_kernel(
     tl.store(out + ETA * B, mo)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "G"])
 def gates_backward_kernel(
     theta, alpha, eta, active, mix, passed, d_mix, d_vec, unit, plan, opens, d_theta, d_alpha, d_eta,
-    first, T, H, active_row, plan_row,
-    HID: tl.constexpr, G: tl.constexpr, B: tl.constexpr, BH: tl.constexpr, PRE: tl.constexpr,
+    first, T, H, G, active_row, plan_row,
+    HID: tl.constexpr, B: tl.constexpr, BH: tl.constexpr, PRE: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks of the segment, rows * heads). From gradients of `mix`, `vec` and of each unit to those of the gates (fp32)."""
     i, p = tl.program_id(0), tl.program_id(1)
@@ -103,7 +103,7 @@ def gates_backward_kernel(
     width = tl.load(plan + (row * plan_row + n) * 2)
     mixed = tl.load(plan + (row * plan_row + n) * 2 + 1) != 0
     unit += at * 4 * HID
-    for j in range(0, tl.cdiv(width, BH)):
+    for j in range(tl.cdiv(width, BH)):
         cols = j * BH + tl.arange(0, BH)
         open_ = cols < width
         d_decay = tl.load(unit + cols, mask=open_, other=0.0)
@@ -136,7 +136,7 @@ def gates_backward_kernel(
     to_momentum = d_end_s * th + d_carry_s * mo
 
     d_keep = tl.zeros((B,), tl.float32)
-    for back in range(0, B):
+    for back in range(B):
         t = last - back
         _, keep_t, mo_t, here_t = _gates(theta, alpha, eta, active, tokens + t * H, active + t)
         row_mix = tl.load(d_mix + t * B + slot)

@@ -64,7 +64,7 @@ class Problem(NamedTuple):
         """Constants of the kernels with hidden tiles."""
         precision = "tf32" if self.dtype == torch.float32 else "ieee"
         return {
-            "B": self.chunk, "DK": self.dk, "DV": self.dv, "HID": self.hidden, "BH": self.tile, "G": self.segment,
+            "B": self.chunk, "DK": self.dk, "DV": self.dv, "HID": self.hidden, "BH": self.tile,
             "DEEP": self.depth == 2, "PREC": precision, **more,
         }  # fmt: skip
 
@@ -130,19 +130,27 @@ class Buffers:
 
 def _gates(problem: Problem, gates: Sequence[Tensor], plan: Plan, buffers: Buffers, first: int, count: int, keep: bool) -> None:
     gates_kernel[(count, problem.programs)](
-        *gates, plan.active, buffers.mix, buffers.passed, buffers.vec, first, problem.tokens, problem.heads, plan.strides()[0],
-        G=problem.segment, B=problem.chunk, PRE=problem.pre, KEEP=keep, num_warps=1,
+        *gates, plan.active, buffers.mix, buffers.passed, buffers.vec,
+        first, problem.tokens, problem.heads, problem.segment, plan.strides()[0],
+        B=problem.chunk, PRE=problem.pre, KEEP=keep, num_warps=1,
     )  # fmt: skip
 
 
 def _write(
-    problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Sequence[Tensor], buffers: Buffers, first: int, count: int, keep: bool
+    problem: Problem,
+    tokens: Sequence[Tensor],
+    plan: Plan,
+    state: Sequence[Tensor],
+    buffers: Buffers,
+    first: int,
+    count: int,
+    keep: bool,
 ) -> None:
     w1, s1, w2, s2 = state
     write_kernel[(problem.programs,)](
         tokens[1], tokens[2], buffers.vec, plan.plan, plan.opens, plan.full, w1, s1, w2, s2,
         buffers.shadow, buffers.act, buffers.slope, buffers.grad, buffers.bend, buffers.err,
-        first, count, problem.tokens, problem.heads, plan.strides()[1],
+        first, count, problem.tokens, problem.heads, problem.segment, plan.strides()[1],
         **problem.sizes(ACT=problem.function, KEEP=keep), num_warps=4, num_stages=2,
     )  # fmt: skip
 
@@ -175,7 +183,7 @@ def forward(
         for mixed in (0, 1):
             read_kernel[(count, problem.programs)](
                 q, k, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err, y,
-                first, problem.tokens, problem.heads, plan.strides()[1],
+                first, problem.tokens, problem.heads, problem.segment, plan.strides()[1],
                 **problem.sizes(ACT=problem.function, PRE=problem.pre, MIXED=mixed), num_warps=4, num_stages=2,
             )  # fmt: skip
     return y, saved
@@ -201,7 +209,7 @@ def backward(
     d_gates = [torch.empty(t.shape, device=t.device, dtype=torch.float32) for t in gates]
     buffers = Buffers(problem, q.device, backward=True)
     strides = plan.strides()
-    sizes = (problem.tokens, problem.heads)
+    sizes = (problem.tokens, problem.heads, problem.segment)
     for number, (first, count) in reversed(list(enumerate(problem.segments))):
         state = [t[number - 1].clone() if number else i.clone() for t, i in zip(saved, initial)]
         _gates(problem, gates, plan, buffers, first, count, keep=True)
@@ -227,7 +235,7 @@ def backward(
         )  # fmt: skip
         gates_backward_kernel[grid](
             *gates, plan.active, buffers.mix, buffers.passed, buffers.d_mix, buffers.d_vec, buffers.unit, plan.plan, plan.opens,
-            *d_gates, first, *sizes, *strides, HID=problem.hidden, G=problem.segment, B=problem.chunk, BH=problem.tile,
+            *d_gates, first, *sizes, *strides, HID=problem.hidden, B=problem.chunk, BH=problem.tile,
             PRE=problem.pre, num_warps=1,
         )  # fmt: skip
     return [dq, dk, dv, *d_gates]

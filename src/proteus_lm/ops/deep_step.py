@@ -1,0 +1,166 @@
+"""One decoding step of Titans' MLP memory, for rows that stand at different positions.
+
+Pure tensor operations at full shape: slots and open units are chosen by numbers on the device, so nothing waits for the host and a
+compiled step never changes with the position. The mathematics is that of the chunk form, with one reading row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from proteus_lm.ops import _deep_chunk
+from proteus_lm.ops._deep_activation import POINTWISE
+from proteus_lm.ops._deep_chunk import Scales, entries, places
+from proteus_lm.ops.deep import READS, chunk_form, compute_dtype
+from proteus_lm.ops.memory_activations import memory_function
+from proteus_lm.ops.state import TitansState
+
+
+def titans_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    alpha: Tensor,
+    eta: Tensor,
+    state: TitansState,
+    *,
+    active: Tensor | None = None,
+    read: str = "post",
+    memory_activation: str = "gelu_tanh",
+) -> tuple[Tensor, TitansState]:
+    """Write one token a row into the memory and read it: `titans_memory` for T = 1 (spec/deep.md 3.5).
+
+    Computed in fp32, or fp64 if an input is, whatever the autocast. Where a gradient is wanted, the chunk form runs.
+
+    Args:
+        q, k: (N, H, D).  v: (N, H, Dv).  theta, alpha, eta: (N, H), values in [0, 1].
+        state: what `titans_memory` or an earlier step returned; its chunk is the model's.
+        active: int (N,), open hidden units (key rows for one layer) of each row at its token; None: all.
+        read, memory_activation: as in `titans_memory`.
+
+    Returns:
+        y (N, H, Dv) in v's type; the new state.
+
+    Raises:
+        ValueError: for shapes or options that do not fit each other.
+    """
+    tokens = (k, v, theta, alpha, eta)
+    _check(q, tokens, state, read)
+    memory_function(memory_activation)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *tokens, *state.weights, *state.momentum, *state[2:7])):
+        return _with_gradients(q, tokens, state, active, read, memory_activation)
+    dtype = compute_dtype(q, *tokens, *state.weights)
+    units, chunk = state.weights[-1].shape[-2], state.k.shape[1]
+    slot = state.position.remainder(chunk)
+    here = torch.arange(chunk, device=slot.device) == slot[:, None]
+    now = torch.full_like(slot, units) if active is None else active.to(slot)
+    with torch.autocast(q.device.type, enabled=False):
+        rows = [_put(old.to(dtype), new.to(dtype), here) for old, new in zip(state[2:7], tokens)]
+        open_units = torch.where(here, now[:, None], state.active)
+        weights, momentum = ([t.to(dtype).flatten(0, 1) for t in part] for part in (state.weights, state.momentum))
+        y, weights, momentum = _step(
+            q.to(dtype), rows, open_units, now, here, slot == chunk - 1, weights, momentum, read, memory_activation
+        )
+    full = (slot == chunk - 1)[:, None]
+    kept = [torch.where(full.view(-1, *[1] * (t.dim() - 1)), torch.zeros_like(t), t) for t in (*rows, open_units)]
+    heads = q.shape[1]
+    boundary = (tuple(t.unflatten(0, (-1, heads)) for t in part) for part in (weights, momentum))
+    return y.to(v.dtype), TitansState(*boundary, *kept, state.position + 1)
+
+
+def _with_gradients(
+    q: Tensor, tokens: tuple[Tensor, ...], state: TitansState, active: Tensor | None, read: str, memory_activation: str
+) -> tuple[Tensor, TitansState]:
+    """The same by the chunk form, which has a backward."""
+    dtype = compute_dtype(q, *tokens, *state.weights)
+    wide = state._replace(weights=tuple(t.to(dtype) for t in state.weights), momentum=tuple(t.to(dtype) for t in state.momentum))
+    units = torch.full_like(state.position, state.weights[-1].shape[-2]) if active is None else active
+    y, final = chunk_form(
+        *([t[:, None] for t in (q, *tokens)], wide, state.position, units.long()[:, None], None, True),
+        **{"carried": True, "read": read, "memory_activation": memory_activation},
+    )
+    assert final is not None
+    return y[:, 0], final
+
+
+def _step(
+    q: Tensor,
+    rows: list[Tensor],
+    open_units: Tensor,
+    now: Tensor,
+    here: Tensor,
+    full: Tensor,
+    weights: list[Tensor],
+    momentum: list[Tensor],
+    read: str,
+    memory_activation: str,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Read, and commit the rows whose chunk is full. weights, momentum (N * H, in, out); `rows` as in the state, this token included."""
+    act, heads, chunk = POINTWISE[memory_activation], q.shape[1], rows[0].shape[1]
+    k, v = (t.transpose(1, 2).flatten(0, 1) for t in rows[:2])
+    gates = [t.transpose(1, 2).flatten(0, 1) for t in rows[2:]]
+    valid = (open_units > 0).repeat_interleave(heads, 0)
+    units = torch.arange(weights[-1].shape[-2], device=q.device)
+    mask = (units < open_units[..., None]).repeat_interleave(heads, 0)
+    opens = torch.where(mask.any(1), mask.to(torch.uint8).argmax(1), chunk)
+    depth = len(weights)
+    layers = [*places(depth), *places(depth)]
+    inside = [entries(opens < chunk, place) for place in layers]
+    blanked = [torch.where(chosen, t, 0) for t, chosen in zip((*weights, *momentum), inside)]
+    written = _deep_chunk.write(k, v, blanked[:depth], act, mask)
+    at_end = _scales(*gates, valid, opens)
+    seen = at_end if read == "post" else _scales(*gates, valid & ~here.repeat_interleave(heads, 0), opens)
+    looking = (units < now[:, None]).repeat_interleave(heads, 0)[:, None]
+    y, _ = _deep_chunk.read(
+        q.flatten(0, 1)[:, None], blanked[:depth], blanked[depth:], written, seen._replace(mask=looking), act, keep=False
+    )
+    _deep_chunk.advance(blanked[:depth], blanked[depth:], written, at_end)
+    commit = full.repeat_interleave(heads, 0)[:, None, None]
+    new = [
+        torch.where(commit & chosen, after, before)
+        for chosen, after, before in zip(inside, blanked, (*weights, *momentum))
+    ]
+    return y.unflatten(0, (-1, heads))[:, :, 0], new[:depth], new[depth:]
+
+
+def _scales(theta: Tensor, alpha: Tensor, eta: Tensor, valid: Tensor, opens: Tensor) -> Scales:
+    """The scales after the last slot only, as one reading row; same formulas as `Gates`, without a recurrence. All (U, b).
+
+    ahead[i, j] is what is left in the momentum at slot j of what went in at slot i; left[j] what is left at the end of the weights
+    at slot j.
+    """
+    theta = torch.where(valid, theta, 0)
+    keep, eta = torch.where(valid, 1 - alpha, 1), torch.where(valid, eta, 1)
+    chunk = theta.shape[-1]
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=theta.device).triu(1)
+    ahead = torch.where(later, eta[:, None], 1).cumprod(-1).triu()
+    after = torch.where(later, keep[:, None], 1).prod(-1)  # of the weights at each slot's end
+    mix = (ahead @ torch.where(valid, after, 0)[..., None])[..., 0]
+    decay = torch.nn.functional.pad(keep * after, (0, 1), value=1).gather(-1, opens)
+    carry = torch.nn.functional.pad(eta * mix, (0, 1)).gather(-1, opens)
+    momentum = ahead[..., -1]
+    held = torch.nn.functional.pad(eta * momentum, (0, 1), value=1).gather(-1, opens)
+    return Scales(
+        decay[:, None], carry[:, None], (mix * theta)[:, None], decay, carry, held, (mix * theta)[..., None],
+        (momentum * theta)[..., None],
+    )  # fmt: skip
+
+
+def _put(rows: Tensor, token: Tensor, here: Tensor) -> Tensor:
+    """Rows (N, chunk, ...) with the token (N, ...) in its slot, `here` (N, chunk)."""
+    return torch.where(here.view(*here.shape, *[1] * (token.dim() - 1)), token[:, None], rows)
+
+
+def _check(q: Tensor, tokens: tuple[Tensor, ...], state: TitansState, read: str) -> None:
+    if read not in READS:
+        raise ValueError(f"read is {read!r}; it must be one of {', '.join(READS)}")
+    if not isinstance(state, TitansState):
+        raise ValueError(f"the state is {type(state).__name__}; it must be the TitansState of a titans_memory call")
+    if q.shape != tokens[0].shape:
+        raise ValueError(f"q has shape {tuple(q.shape)} and k {tuple(tokens[0].shape)}; they must be the same (N, H, D)")
+    for name, token, rows in zip(("k", "v", "theta", "alpha", "eta"), tokens, state[2:7]):
+        if token.shape != (rows.shape[0], *rows.shape[2:]):
+            wanted = (rows.shape[0], *rows.shape[2:])
+            raise ValueError(f"{name} has shape {tuple(token.shape)}; the state's rows want {wanted}")
