@@ -118,9 +118,21 @@ def active_of(case: Case) -> Tensor:
     return torch.full((1, case.T), units, device="cuda") if activation is None else activation.active
 
 
-def warm(task: tuple[Case, str]) -> str:
+def tune(text: str) -> None:
+    """Override warps, stages, tile or segment: JSON such as {"write": {"num_warps": 8}, "TILE": 64, "SEGMENT": 8}."""
+    from proteus_lm.ops.triton_deep import _launch, _operator
+
+    for name, value in json.loads(text or "{}").items():
+        if name in _launch.LAUNCH:
+            _launch.LAUNCH[name] = value
+        else:
+            setattr(_operator if name == "SEGMENT" else _launch, name, value)
+
+
+def warm(task: tuple[Case, str, str]) -> str:
     """Compile one kernel of one case, in a process of its own: the others are not run."""
-    case, chosen = task
+    case, chosen, text = task
+    tune(text)
     from importlib import import_module
 
     for module, names in KERNELS.items():
@@ -239,12 +251,14 @@ def main() -> None:
     parser.add_argument("--check", default="", help="check the cases whose name starts with this")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
+    parser.add_argument("--tune", default="", help="JSON: other warps and stages of kernels, TILE, SEGMENT")
     options = parser.parse_args()
     import triton
 
+    tune(options.tune)
     checks = [] if options.no_check else [c for c in CHECKS if c.name.startswith(options.check)]
     times = [] if options.no_time else [c for c in TIMES if c.name.startswith(options.only)]
-    tasks = [(case, name) for case in (*checks, *times) for names in KERNELS.values() for name in names]
+    tasks = [(case, name, options.tune) for case in (*checks, *times) for names in KERNELS.values() for name in names]
     # Slow ones first. Cases of equal constants find each other's kernels in Triton's cache on disk.
     tasks.sort(key=lambda t: -("backward" in t[1]) - 2 * ("read_backward" in t[1]))
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:

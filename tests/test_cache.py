@@ -117,6 +117,23 @@ def test_a_copy_is_not_changed_by_forwards_and_reset_forgets():
     assert cache.is_empty and torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 
+@every
+def test_a_saved_cache_gives_the_same_next_tokens_and_no_other_model_takes_it(fields, tmp_path):
+    model, ids = make(fields, torch.float32), tokens(3, 9)
+    with torch.no_grad():
+        cache = model(ids, attention_mask=LEFT, use_cache=True)[CACHE_NAME]
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = ProteusCache.load(tmp_path / "cache.safetensors", model)
+        assert (loaded.get_seq_length(), loaded.position.tolist()) == (9, [3, 9, 7])
+        for part in (ids[:, :1], ids[:, :5]):
+            assert torch.equal(model(part, past_key_values=cache).logits, model(part, past_key_values=loaded).logits)
+        with pytest.raises(ValueError, match="the model that made it"):
+            ProteusCache.load(tmp_path / "cache.safetensors", make({**fields, "num_heads": 4}))
+        with pytest.raises(ValueError, match="empty"):
+            ProteusCache().save(tmp_path / "cache.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
+
+
 def test_what_a_memory_cannot_do_is_said():
     model, ids = make(cases()[0].values[0]), tokens(2, 5)
     cache = model(ids, use_cache=True)[CACHE_NAME]

@@ -262,6 +262,36 @@ def test_the_reports_own_commands_give_its_numbers_again(work, capsys):
     assert capsys.readouterr().out == run["sample"] + "\n"
 
 
+def test_runs_that_cannot_be_compared_are_refused_before_any_work(work, capsys, monkeypatch):
+    monkeypatch.setattr("proteus_lm.report.build.evaluate", lambda *a, **k: pytest.fail("it should not come to this"))
+    for name, change in (("context", "data.context=32"), ("data", f"data.path={work}/other")):
+        if name == "data":
+            arguments = [
+                "--source",
+                f"{work}/texts",
+                "--tokenizer",
+                "byte",
+                "--out",
+                f"{work}/other",
+                "--validation-fraction",
+                "0.5",
+            ]
+            assert main(["prepare", *arguments]) == 0
+        assert main(["train", f"{work}/e1.yaml", "--out", f"{work}/{name}-run", "--set", change, "train.steps=1"]) == 0
+        capsys.readouterr()
+        assert main(["report", f"{work}/e1", f"{work}/{name}-run", "--out", f"{work}/refused"]) == 2
+        assert name in capsys.readouterr().err
+    assert not (work / "refused").exists()
+
+
+def test_a_report_without_matplotlib_says_what_to_install_before_any_work(work, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
+    assert main(["report", f"{work}/e1", "--out", f"{work}/undrawn"]) == 2
+    assert "pip install 'proteus-lm[plot]'" in capsys.readouterr().err
+    assert not (work / "undrawn").exists()
+
+
 def test_the_same_run_twice_in_a_report_is_refused(work, capsys):
     assert main(["report", f"{work}/e1", f"{work}/../{work.name}/e1", "--out", f"{work}/twice"]) == 2
     assert "is given twice" in capsys.readouterr().err

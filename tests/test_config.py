@@ -20,7 +20,7 @@ OTHER = {
     "num_hidden_layers": 3,
     "num_heads": 4,
     "head_dim": 16,
-    "value_expansion": 2,
+    "value_expansion": 3,
     "intermediate_size": 40,
     "conv_size": 3,
     "norm_eps": 1e-2,
@@ -31,6 +31,7 @@ OTHER = {
     "norm_order": "mask_then_norm",
     "positions": "window",
     "window": 3,
+    "swla_window": 3,
     "memory_depth": 3,
     "memory_expansion": 3,
     "memory_activation": "silu",
@@ -110,6 +111,12 @@ def test_an_unknown_key_names_the_nearest():
         ({"mixer": "comba", "memory_blocks": 2, "memory_axis": "value", "norm_order": "mask_then_norm"}, ["norm_order", "key"]),
         ({"hidden_size": 30}, ["30", "num_heads 4", "head_dim"]),
         ({"mixer": "attention", "head_dim": 5}, ["head_dim", "even"]),
+        ({"mixer": "retnet", "head_dim": 5}, ["head_dim", "even"]),
+        ({"mixer": "retnet", "head_dim": 12, "memory_blocks": 4}, ["memory_blocks is 4", "blocks of 3 rows", "'value'"]),
+        ({"mixer": "retnet", "conv_size": 3}, ["conv_size", "retnet", "default, 4"]),
+        ({"mixer": "retnet", "norm_order": "mask_then_norm"}, ["norm_order", "retnet"]),
+        ({"mixer": "swla", "swla_window": 0}, ["swla_window is 0", "at least 1"]),
+        ({"mixer": "titans", "value_expansion": 1}, ["value_expansion", "default, None"]),
         ({"memory_depth": 1, "memory_expansion": 2}, ["memory_expansion", "memory_depth 1"]),
         ({"theta_scale": 65.0}, ["theta_scale", "chunk_size 64"]),
         ({"theta_scale": float("nan")}, ["theta_scale", "nan"]),
@@ -144,6 +151,13 @@ def test_sizes_left_out_follow_from_the_width():
     config = ProteusConfig(hidden_size=96, num_heads=3)
     assert (config.head_dim, config.intermediate_size) == (32, 256)
     assert config.schedule == ActivationSchedule(1, 8192)
+
+
+@pytest.mark.parametrize(("mixer", "expansion"), [("retnet", 2), ("deltanet", 1), ("comba", 1), ("titans", None)])
+def test_value_expansion_left_out_is_the_mixers_own_and_written_to_the_file(mixer, expansion):
+    config = ProteusConfig(mixer=mixer)
+    assert config.value_expansion == config.to_dict()["value_expansion"] == expansion
+    assert expansion is None or ProteusConfig(mixer=mixer, value_expansion=4).value_expansion == 4
 
 
 @pytest.mark.parametrize("fields", cases())

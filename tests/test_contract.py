@@ -103,6 +103,15 @@ def test_the_first_token_is_remembered_far_beyond_the_convolution(fields):
     assert (model(ids).logits - model(changed).logits)[:, reach].abs().max() > 1e-9
 
 
+@every
+def test_training_evaluation_and_inference_mode_compute_the_same(fields):
+    model, ids = make(fields, torch.float32), tokens(2, LENGTH)
+    base = model(ids).logits
+    assert torch.equal(model.train()(ids).logits, base)
+    with torch.inference_mode():
+        assert torch.equal(model.eval()(ids).logits, base)
+
+
 # 4. Any split into calls.
 
 
@@ -222,7 +231,7 @@ def test_packed_documents_equal_separate_ones_in_loss_gradient_and_state(fields)
     model = make(fields)
     lengths = [1, 7, 4, 13, 8]
     ids = tokens(1, sum(lengths))
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     packed = model(ids, labels=ids, cu_seqlens=bounds, use_cache=True)
     packed.loss.backward()
     gradients = [p.grad.clone() for p in model.parameters()]

@@ -5,14 +5,29 @@ The states are our own NamedTuples of tensors; transformers' `Cache` is a thin c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache
 
 from proteus_lm.mixers.base import map_state
+
+if TYPE_CHECKING:
+    from proteus_lm.model import ProteusForCausalLM
+
+
+def _leaves(states: list[Any]) -> list[Tensor]:
+    """The tensors of all layers' states, in order."""
+    found: list[Tensor] = []
+    for state in states:
+        map_state(lambda x: found.append(x) or x, state)
+    return found
 
 
 class ProteusCache(Cache):
@@ -45,10 +60,7 @@ class ProteusCache(Cache):
     @property
     def size(self) -> int:
         """Numbers held in all states and rows."""
-        counts: list[int] = []
-        for state in self.states or ():
-            map_state(lambda x: counts.append(x.numel()) or x, state)
-        return sum(counts)
+        return sum(leaf.numel() for leaf in _leaves(self.states or []))
 
     def copy(self) -> ProteusCache:
         """A cache that later forwards through this one do not change."""
@@ -61,6 +73,41 @@ class ProteusCache(Cache):
     def reorder(self, rows: Tensor) -> ProteusCache:
         """A cache of the rows `rows` (int64, any number, repeats allowed)."""
         return self._mapped(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a safetensors file, whole or not at all.
+
+        Raises:
+            ValueError: for an empty cache.
+        """
+        if self.states is None or self.position is None:
+            raise ValueError("an empty cache holds nothing to save; run the model with it first")
+        leaves = [self.position, *_leaves(self.states)]
+        tensors = {f"{i:05d}": leaf.detach().cpu().contiguous() for i, leaf in enumerate(leaves)}
+        path = Path(path)
+        new = path.with_name(path.name + ".new")
+        save_file(tensors, new, metadata={"seen": str(self.seen)})
+        os.replace(new, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: ProteusForCausalLM) -> ProteusCache:
+        """A cache that `save` wrote, on the device of `model`, which must be of the same configuration.
+
+        Raises:
+            ValueError: when the states are not those of this model.
+        """
+        with safe_open(path, "pt", device=str(model.device)) as file:
+            leaves = [file.get_tensor(name) for name in sorted(file.keys())]
+            seen = int(file.metadata()["seen"])
+        position, leaves = leaves[0], leaves[1:]
+        wanted = model.initial_states(len(position))
+        shapes = [[tuple(x.shape) for x in side] for side in (leaves, _leaves(wanted))]
+        if len(shapes[0]) != len(shapes[1]) or any(a[2:] != b[2:] or a[0] != b[0] for a, b in zip(*shapes)):
+            raise ValueError(
+                f"{path} holds {shapes[0]}, the states of this model are {shapes[1]}; load it with the model that made it"
+            )
+        rest = iter(leaves)
+        return cls([map_state(lambda _: next(rest), state) for state in wanted], position, seen)
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> ProteusCache:
         if self.states is None or self.position is None:

@@ -16,7 +16,7 @@ from proteus_lm.schedule import ActivationSchedule
 
 _COUNTS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "value_expansion", "intermediate_size"),
-    *("conv_size", "memory_blocks", "memory_context", "memory_depth", "memory_expansion", "chunk_size"),
+    *("conv_size", "swla_window", "memory_blocks", "memory_context", "memory_depth", "memory_expansion", "chunk_size"),
 )
 _OPTIONAL_COUNTS = ("window",)
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -47,7 +47,7 @@ class ProteusConfig(PreTrainedConfig):
         hidden_size: width of the residual stream.
         num_hidden_layers: layers, each a mixer and an MLP.
         num_heads, head_dim: heads of the mixer and their width (K); head_dim None is hidden_size / num_heads.
-        value_expansion: width of a head's values in head_dim (matrix memories).
+        value_expansion: width of a head's values in head_dim (matrix memories); None is 2 for retnet, else 1.
         intermediate_size: width of the SwiGLU MLP; None is 8/3 hidden_size, rounded up to a multiple of 64.
         conv_size: taps of the short convolution.
         norm_eps: of every RMSNorm.
@@ -58,6 +58,7 @@ class ProteusConfig(PreTrainedConfig):
         norm_order: norm_then_mask | mask_then_norm of keys and queries (spec/linear.md 2.7).
         positions: a token's position counts in its "document" (packed training gives boundaries), or in the "window" as a whole.
         window: tokens attention sees, itself included; None for all.
+        swla_window: c, pairs that a token of sliding-window linear attention writes.
         memory_depth, memory_expansion, memory_activation: matrices of Titans' memory, its hidden width in head_dim, the function
             between (gelu_tanh | silu).
         chunk_size: tokens whose gradients are taken at the same weights (Titans' inner chunk; part of the model).
@@ -81,7 +82,7 @@ class ProteusConfig(PreTrainedConfig):
     num_hidden_layers: int = 2
     num_heads: int = 4
     head_dim: int = None  # pyright: ignore[reportAssignmentType] - filled in when the configuration is made
-    value_expansion: int = 1
+    value_expansion: int = None  # pyright: ignore[reportAssignmentType] - the mixer's own, if it has one
     intermediate_size: int = None  # pyright: ignore[reportAssignmentType] - likewise
     conv_size: int = 4
     norm_eps: float = 1e-6
@@ -92,6 +93,7 @@ class ProteusConfig(PreTrainedConfig):
     norm_order: str = "norm_then_mask"
     positions: str = "document"
     window: int | None = None
+    swla_window: int = 2
     memory_depth: int = 2
     memory_expansion: int = 4
     memory_activation: str = "gelu_tanh"
@@ -109,8 +111,8 @@ class ProteusConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_keys(kwargs)
-        _check_value("hidden_size", self.hidden_size)
-        _check_value("num_heads", self.num_heads)
+        for name in ("mixer", "hidden_size", "num_heads"):
+            _check_value(name, getattr(self, name))
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
@@ -119,6 +121,9 @@ class ProteusConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_heads
         if self.intermediate_size is None:
             self.intermediate_size = 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+        for name, value in self.mixer_class.defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         super().__post_init__(**kwargs)
         self.check()
 
@@ -139,15 +144,17 @@ class ProteusConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise ValueError for a value or a combination outside the rules; `ProteusForCausalLM` asks again, fields may be set."""
+        _check_value("mixer", self.mixer)
+        absent = set().union(*(mixer.fields for mixer in registry.values())) - self.mixer_class.fields
         for name in _defaults():
-            _check_value(name, getattr(self, name))
+            if name in absent:
+                self._refuse(name, f"does not apply to mixer {self.mixer!r}; mixers with it: {', '.join(_mixers_with(name))}")
+            else:
+                _check_value(name, getattr(self, name))
         for name in _INERT:
             value, default = getattr(self, name), getattr(_plain(), name)
             if value != default:
                 raise ValueError(f"{name} is {value!r}, which would change nothing in a Proteus model; leave it at {default!r}")
-        special = set().union(*(mixer.fields for mixer in registry.values()))
-        for name in sorted(special - self.mixer_class.fields):
-            self._refuse(name, f"does not apply to mixer {self.mixer!r}; mixers with it: {', '.join(_mixers_with(name))}")
         if self.memory_blocks == 1:
             for name in _NEED_BLOCKS:
                 self._refuse(name, "changes nothing with memory_blocks 1, which is open always")

@@ -77,6 +77,8 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             self.layers = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
             self.norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # Rounded to 8 bits they would be wrong: a model loaded in bf16 or fp16 keeps them in fp32.
+        self._keep_in_fp32_modules_strict = list(self._small_parameters())
         self.post_init()
         self.mark_no_decay()
 
@@ -87,11 +89,14 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
 
         Anything that replaces parameters (`to_empty`, sharding) drops the marks: call this again.
         """
-        for module in self.modules():
-            named = ("weight",) if isinstance(module, nn.Embedding) else getattr(module, "no_decay", ())
-            for value in (getattr(module, name) for name in named):
-                if value is not None:
-                    value._no_weight_decay = True
+        for parameter in (*self._small_parameters().values(), self.embed_tokens.weight):
+            parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _small_parameters(self) -> dict[str, nn.Parameter]:
+        """Gates, norms, biases and initial memories by name, as their modules declare in `no_decay`."""
+        names = [f"{path}.{name}" for path, module in self.named_modules() for name in getattr(module, "no_decay", ())]
+        parameters = dict(self.named_parameters())
+        return {name: parameters[name] for name in names if name in parameters}
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -157,6 +162,10 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("the cache is empty; run the model with use_cache=True first")
         return torch.stack([block.mixer.memory_norm(s, self.schedule) for block, s in zip(self._blocks, cache.states)])
 
+    def initial_states(self, batch: int) -> list[Any]:
+        """Every layer's state before the first token, of `batch` rows."""
+        return [block.mixer.init_state(batch, self.device, self.dtype) for block in self._blocks]
+
     # Forward.
 
     def forward(
@@ -207,15 +216,15 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
 
         x = tokens if unpadding is None else unpadding.take(tokens)
         x = self.embed_tokens(x) if inputs_embeds is None else x
-        hidden, states, position = self._run(x, past, bool(use_cache), cu_seqlens, unpadding)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden, states, position = self._run(x, past, bool(use_cache), cu_seqlens, unpadding, bool(output_hidden_states))
         last = hidden[-1] if unpadding is None else unpadding.put(hidden[-1])
         logits = self.lm_head(last[:, -logits_to_keep:])
         loss = None if labels is None else _loss(logits, labels, cu_seqlens, unpadding)
         if use_cache:
             past = ProteusCache() if past is None else past
             past.states, past.position, past.seen = states, position, past.seen + tokens.shape[1]
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         outputs: dict[str, Any] = {"loss": loss, "logits": logits, CACHE_NAME: past if use_cache else None}
         if output_hidden_states:
             outputs["hidden_states"] = tuple(h if unpadding is None else unpadding.put(h) for h in hidden)
@@ -272,12 +281,19 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                 )
 
     def _run(
-        self, x: Tensor, past: ProteusCache | None, use_cache: bool, cu_seqlens: Tensor | None, unpadding: Unpadding | None
+        self,
+        x: Tensor,
+        past: ProteusCache | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+        unpadding: Unpadding | None,
+        keep_hidden: bool,
     ) -> tuple[list[Tensor], list[Any], Tensor]:
         """The layers and the last norm on tokens that all count.
 
         Returns:
-            The embeddings and each layer's output, the last one normed; states and position of every row after these tokens.
+            The last layer's output, normed, and before it with `keep_hidden` the embeddings and the other layers' outputs; states
+            and position of every row after these tokens.
         """
         given, position = (past.states, past.position) if past is not None else (None, None)
         lengths: Tensor | int = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().long()
@@ -290,16 +306,18 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         sequence = TokenSequence(self.schedule, rows, x.shape[1], offset=offset, cu_seqlens=cu_seqlens, device=x.device)
         if cu_seqlens is not None and not torch.compiler.is_compiling():
             _ = sequence.documents  # raises for boundaries that do not fit
-        hidden, states = [x], []
+        hidden: list[Tensor] = []
+        states: list[Any] = []
         for i, block in enumerate(self._blocks):
+            if keep_hidden:
+                hidden.append(x)
             state = None if given is None else given[i]
             if kept is None:
                 x, state = block(x, sequence, state, use_cache)
             else:
                 x, state = _run_rows(block, x, sequence, state, use_cache, kept, batch)
-            hidden.append(x)
             states.append(state)
-        hidden[-1] = self.norm(x)
+        hidden.append(self.norm(x))
         if position is None:
             position = torch.zeros(batch, dtype=torch.int64, device=x.device)
         return hidden, states, position + lengths

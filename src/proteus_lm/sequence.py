@@ -86,7 +86,10 @@ class TokenSequence:
     @property
     def positions(self) -> Tensor:
         """Position of each token in its document: int64 (N, T), or (1, T) where rows agree or documents are packed."""
-        return self._step_position[:, None] if self.is_step else self._activation(self.schedule.blocks).positions
+        if self.cu_seqlens is not None:
+            return self._activation(self.schedule.blocks).positions
+        steps = torch.arange(self.length, device=self.device)[None]
+        return steps if self.offset is None else self.offset[:, None] + steps
 
     @property
     def _step_position(self) -> Tensor:

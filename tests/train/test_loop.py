@@ -295,3 +295,10 @@ def test_the_saved_recipe_trains_the_same_run_again(recipe, tmp_path):
     run = train(recipe(), tmp_path / "run")
     again = train(load_recipe(run.path / "recipe.yaml"), tmp_path / "again")
     assert learnt(again) == learnt(run)
+
+
+@pytest.mark.slow
+def test_compiled_training_gives_the_losses_of_eager_training(recipe, tmp_path):
+    eager, compiled = (train(recipe(mixer="titans", compile=on), tmp_path / str(on)) for on in (False, True))
+    # the compiler fuses fp32 operations, which rounds otherwise
+    assert [r["loss"] for r in eager.metrics()] == pytest.approx([r["loss"] for r in compiled.metrics()], rel=1e-5)

@@ -5,12 +5,29 @@ from __future__ import annotations
 from proteus_lm.mixers.attention import AttentionMixer
 from proteus_lm.mixers.base import Mixer
 from proteus_lm.mixers.comba import CombaMixer
+from proteus_lm.mixers.deltanet import DeltaNetMixer, GatedDeltaNetMixer
+from proteus_lm.mixers.retnet import RetNetMixer
+from proteus_lm.mixers.swla import SWLAMixer
 from proteus_lm.mixers.titans import TitansMixer
 
 registry: dict[str, type[Mixer]] = {
     "attention": AttentionMixer,
     "comba": CombaMixer,
+    "deltanet": DeltaNetMixer,
+    "gated_deltanet": GatedDeltaNetMixer,
+    "retnet": RetNetMixer,
+    "swla": SWLAMixer,
     "titans": TitansMixer,
 }
 
-__all__ = ["AttentionMixer", "CombaMixer", "Mixer", "TitansMixer", "registry"]
+__all__ = [
+    "AttentionMixer",
+    "CombaMixer",
+    "DeltaNetMixer",
+    "GatedDeltaNetMixer",
+    "Mixer",
+    "RetNetMixer",
+    "SWLAMixer",
+    "TitansMixer",
+    "registry",
+]

@@ -10,7 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from proteus_lm.mixers.base import Mixer, ResidualLinear
 from proteus_lm.mixers.norm import wide
-from proteus_lm.mixers.rotary import rotary_angles, rotate
+from proteus_lm.mixers.rotary import check_rotary, rotate, turn_at
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
 
@@ -45,8 +45,7 @@ class AttentionMixer(Mixer):
     @classmethod
     def validate(cls, config: ProteusConfig) -> None:
         """Rotary embedding turns pairs of coordinates."""
-        if config.head_dim % 2:
-            raise ValueError(f"head_dim is {config.head_dim}; rotary positions turn pairs of coordinates: use an even head_dim")
+        check_rotary(config.head_dim)
 
     @classmethod
     def memory_dim(cls, config: ProteusConfig) -> None:
@@ -89,9 +88,8 @@ class AttentionMixer(Mixer):
     ) -> tuple[Tensor, AttentionState | None]:
         """As `Mixer.forward`. Packed documents are attended as rows padded on the right, which a causal mask never sees."""
         q, k, v = self.linear(x).unflatten(-1, (3, self.heads, self.dim)).unbind(2)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        angles = sequence.once(("rotary", self.dim, dtype), lambda: self._angles(sequence, dtype))
-        q, k = rotate(q, angles), rotate(k, angles)
+        turn = turn_at(sequence, q)
+        q, k = rotate(q, turn), rotate(k, turn)
         packed = sequence.cu_seqlens is not None
         if packed:
             q, k, v = (sequence.documents.split(part) for part in (q, k, v))
@@ -101,10 +99,6 @@ class AttentionMixer(Mixer):
         if packed:
             y = sequence.documents.join(y)
         return self.out(y.flatten(-2)), self._state(k, v, q.shape[1], sequence) if use_state else None
-
-    def _angles(self, sequence: TokenSequence, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = rotary_angles(sequence.positions, self.dim, dtype)[:, :, None]
-        return angles.cos(), angles.sin()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequence: TokenSequence) -> Tensor:
         """q (N, L, H, D), k and v (N, past + L, H, D) -> (N, L, H, D)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.functional import linear, silu
 
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize, wide
+from proteus_lm.ops.state import SWLAState
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
 
@@ -59,28 +60,31 @@ class GateProjection(nn.Linear):
 
 
 class GatedOutput(nn.Module):
-    """Per-head RMSNorm of what the memory returned, a gate from the input, and the map back to the model's width."""
+    """Per-head RMSNorm of what the memory returned, a gate from the input (None: no gate), and the map to the model's width."""
 
-    def __init__(self, hidden: int, heads: int, dim: int, eps: float, gate: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, hidden: int, heads: int, dim: int, eps: float, gate: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
         self.norm, self.activation = RMSNorm(dim, eps), gate
-        self.gate = nn.Linear(hidden, heads * dim, bias=False)
+        self.gate = None if gate is None else nn.Linear(hidden, heads * dim, bias=False)
         self.out = ResidualLinear(heads * dim, hidden, bias=False)
 
     @staticmethod
-    def parameter_count(hidden: int, heads: int, dim: int) -> int:
+    def parameter_count(hidden: int, heads: int, dim: int, gated: bool = True) -> int:
         """Parameters: gate, map and the norm shared by heads."""
-        return 2 * hidden * heads * dim + dim
+        return (1 + gated) * hidden * heads * dim + dim
 
     @staticmethod
-    def flops(hidden: int, heads: int, dim: int) -> int:
+    def flops(hidden: int, heads: int, dim: int, gated: bool = True) -> int:
         """Floating-point operations for a token."""
-        return 4 * hidden * heads * dim
+        return 2 * (1 + gated) * hidden * heads * dim
 
     def forward(self, read: Tensor, x: Tensor) -> Tensor:
         """read (B, T, heads, dim), x (B, T, hidden) -> (B, T, hidden)."""
+        normed = self.norm(read).flatten(-2)
+        if self.gate is None or self.activation is None:
+            return self.out(normed)
         gate = self.activation(self.gate(x))
-        return self.out((self.norm(read).flatten(-2) * gate).to(gate.dtype))
+        return self.out((normed * gate).to(gate.dtype))
 
 
 class ResidualLinear(nn.Linear):
@@ -90,6 +94,23 @@ class ResidualLinear(nn.Linear):
 def mean_open(schedule: ActivationSchedule, dim: int, length: int, power: int = 1) -> float:
     """Mean over the first `length` positions of (open coordinates / dim) ** power."""
     return sum((b - a) * n**power for a, b, n in schedule.segments(dim, 0, length)) / (length * dim**power)
+
+
+CHUNK = 64
+"""Tokens in a chunk of the linear rules; only the counts of operations read it."""
+
+
+def hebbian_flops(keys: float, values: float) -> float:
+    """Floating-point operations for a token and head of a rule that writes values as they are, by chunks (spec/linear.md 3).
+
+    `keys`, `values`: open key rows and value columns.
+    """
+    return 4 * keys * values + 2 * CHUNK * (keys + values)
+
+
+def delta_flops(keys: float, values: float) -> float:
+    """As `hebbian_flops`, of a rule that writes the error of a read."""
+    return 6 * keys * values + 6 * CHUNK * keys + 4 * CHUNK * values + 2 / 3 * CHUNK**2
 
 
 def block_norms(energy: Tensor, schedule: ActivationSchedule) -> Tensor:
@@ -106,6 +127,8 @@ class Mixer(nn.Module, ABC):
 
     fields: ClassVar[frozenset[str]]
     """Configuration fields that this mixer reads and others need not; setting one that the chosen mixer lacks raises."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """This mixer's own values of fields left at None."""
 
     @classmethod
     def validate(cls, config: ProteusConfig) -> None:
@@ -165,33 +188,44 @@ class MatrixState(NamedTuple):
     """State of a mixer whose memory is a matrix.
 
     Args:
-        conv: (N, conv_size - 1, channels), the last inputs of the short convolution, in the layer's type.
-        matrix: (N, H, K, V), fp32 or wider.
+        conv: (N, conv_size - 1, channels), the last inputs of the short convolution, in the layer's type; (N, 0, channels) without.
+        memory: what the rule carries, fp32 or wider: the matrix (N, H, K, V), or an `SWLAState`.
     """
 
     conv: Tensor
-    matrix: Tensor
+    memory: Tensor | SWLAState
+
+    @property
+    def matrix(self) -> Tensor:
+        """The matrix (N, H, K, V)."""
+        return self.memory if isinstance(self.memory, Tensor) else self.memory.matrix
 
 
 class MatrixMixer(Mixer):
     """A mixer with a matrix memory (spec/linear.md 1): convolved q, k, v; a rule of `proteus_lm.ops`; norm, gate, output map.
 
-    A subclass names its rule, that rule's decoding step, and makes their arguments in `arguments`.
+    A subclass names its rule, that rule's decoding step and operations, and makes their arguments in `arguments`.
     """
 
     fields = frozenset({"conv_size", "value_expansion", "memory_blocks", "memory_axis", "norm_order"})
-    rule: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]]
-    step: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
-    chunk = 64
-    """Tokens in a chunk of the rule; only the count of operations reads it."""
-    gate: ClassVar[Callable[[Tensor], Tensor]] = silu
+    defaults: ClassVar[Mapping[str, Any]] = {"value_expansion": 1}
+    rule: ClassVar[Callable[..., tuple[Tensor, Any]]]
+    step: ClassVar[Callable[..., tuple[Tensor, Any]]]
+    memory_flops: ClassVar[Callable[[float, float], float]]
+    """Operations of the rule for a token and head with so many open key rows and value columns."""
+    gate: ClassVar[Callable[[Tensor], Tensor] | None] = silu
+    """Of the output; None for no gate."""
+    gates: GateProjection
+    """`gate_maps` values a head from the input."""
 
     def __init__(self, config: ProteusConfig) -> None:
         super().__init__()
         hidden, heads, keys, values = self._sizes(config)
         self.axis, self._mask_first = config.memory_axis, config.norm_order == "mask_then_norm"
-        self.projection = ConvProjection(hidden, heads, (keys, keys, values), config.conv_size)
+        self.projection = ConvProjection(hidden, heads, (keys, keys, values), self.taps(config))
         self.output = GatedOutput(hidden, heads, values, config.norm_eps, type(self).gate)
+        if self.gate_maps(config):
+            self.gates = GateProjection(hidden, self.gate_maps(config) * heads)
         self._memory_dim = self.memory_dim(config)
 
     @abstractmethod
@@ -224,21 +258,27 @@ class MatrixMixer(Mixer):
         return cls._sizes(config)[2 if config.memory_axis == "key" else 3]
 
     @classmethod
-    def gate_count(cls, config: ProteusConfig) -> tuple[int, int]:
-        """(weights of the gates' linear maps, other parameters) beyond projections and output."""
-        raise NotImplementedError
+    def taps(cls, config: ProteusConfig) -> int:
+        """Taps of the short convolution, 0 for none."""
+        return config.conv_size
+
+    @classmethod
+    def gate_maps(cls, config: ProteusConfig) -> int:
+        """Gates of a head, each a linear map of the input."""
+        return 0
+
+    @classmethod
+    def head_scalars(cls, config: ProteusConfig) -> int:
+        """Parameters of a head beyond maps."""
+        return 0
 
     @classmethod
     def parameter_count(cls, config: ProteusConfig) -> int:
-        """Projections with their convolution, gates, output."""
+        """Projections with their convolution, gates, what else a head has, output."""
         hidden, heads, keys, values = cls._sizes(config)
-        projection = ConvProjection.parameter_count(hidden, heads, (keys, keys, values), config.conv_size)
-        return projection + sum(cls.gate_count(config)) + GatedOutput.parameter_count(hidden, heads, values)
-
-    @classmethod
-    @abstractmethod
-    def memory_flops(cls, keys: float, values: float) -> float:
-        """Floating-point operations of the rule for a token and head with so many open key rows and value columns."""
+        projection = ConvProjection.parameter_count(hidden, heads, (keys, keys, values), cls.taps(config))
+        gates = heads * (cls.gate_maps(config) * hidden + cls.head_scalars(config))
+        return projection + gates + GatedOutput.parameter_count(hidden, heads, values, cls.gate is not None)
 
     @classmethod
     def flops_per_token(cls, config: ProteusConfig, length: int) -> float:
@@ -246,22 +286,25 @@ class MatrixMixer(Mixer):
         hidden, heads, keys, values = cls._sizes(config)
         share = mean_open(config.schedule, cls.memory_dim(config), length)
         opened = (keys * share, values) if config.memory_axis == "key" else (keys, values * share)
-        dense = ConvProjection.flops(hidden, heads, (keys, keys, values), config.conv_size)
-        dense += 2 * cls.gate_count(config)[0] + GatedOutput.flops(hidden, heads, values)
+        dense = ConvProjection.flops(hidden, heads, (keys, keys, values), cls.taps(config))
+        dense += 2 * heads * cls.gate_maps(config) * hidden + GatedOutput.flops(hidden, heads, values, cls.gate is not None)
         return dense + heads * cls.memory_flops(*opened)
 
     @classmethod
     def state_size(cls, config: ProteusConfig, length: int) -> int:
         """The matrices and the convolution's inputs, whatever the length."""
         _, heads, keys, values = cls._sizes(config)
-        return heads * (keys * values + (config.conv_size - 1) * (2 * keys + values))
+        return heads * (keys * values + max(cls.taps(config) - 1, 0) * (2 * keys + values))
+
+    def init_memory(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> Tensor | SWLAState:
+        """What the rule carries before the first token, in `dtype`, fp32 or wider: zeros."""
+        keys, _, values = self.projection.widths
+        return torch.zeros(batch, self.projection.heads, keys, values, device=device, dtype=dtype)
 
     def init_state(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> MatrixState:
         """Zeros."""
-        keys, _, values = self.projection.widths
-        shape = (batch, self.projection.heads, keys, values)
-        matrix = torch.zeros(shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
-        return MatrixState(self.projection.init_state(batch, device, dtype), matrix)
+        memory = self.init_memory(batch, device, torch.promote_types(dtype, torch.float32))
+        return MatrixState(self.projection.init_state(batch, device, dtype), memory)
 
     def memory_norm(self, state: MatrixState, schedule: ActivationSchedule) -> Tensor:
         """Norm of the matrix over all heads, by block of rows or columns."""
@@ -277,15 +320,15 @@ class MatrixMixer(Mixer):
         if state is not None and sequence.is_step:
             active = sequence.active(self._memory_dim)
             now = (tensor[:, 0] for tensor in inputs)
-            read, matrix = type(self).step(*now, state.matrix, active=active, axis=self.axis)
+            read, memory = type(self).step(*now, state.memory, active=active, axis=self.axis)
             read = read[:, None]
         else:
-            read, matrix = type(self).rule(
+            read, memory = type(self).rule(
                 *inputs,
                 activation=sequence.activation(self._memory_dim),
                 axis=self.axis,
-                initial_state=None if state is None else state.matrix,
+                initial_state=None if state is None else state.memory,
                 cu_seqlens=sequence.cu_seqlens,
                 output_final_state=use_state,
             )
-        return self.output(read, x), MatrixState(conv, matrix) if use_state and matrix is not None else None
+        return self.output(read, x), MatrixState(conv, memory) if use_state and memory is not None else None

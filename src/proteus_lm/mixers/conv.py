@@ -52,13 +52,16 @@ class ShortConvolution(nn.Module):
 
 
 class ConvProjection(nn.Module):
-    """Linear map, short convolution and SiLU, cut into heads: x (B, T, hidden) -> tensors (B, T, heads, width)."""
+    """Linear map, short convolution and SiLU, cut into heads: x (B, T, hidden) -> tensors (B, T, heads, width).
+
+    With `size` 0 the linear map alone, and no SiLU.
+    """
 
     def __init__(self, hidden: int, heads: int, widths: Sequence[int], size: int) -> None:
         super().__init__()
         self.heads, self.widths = heads, list(widths)
         self.linear = nn.Linear(hidden, heads * sum(widths), bias=False)
-        self.conv = ShortConvolution(heads * sum(widths), size)
+        self.conv = ShortConvolution(heads * sum(widths), size) if size else None
 
     @staticmethod
     def parameter_count(hidden: int, heads: int, widths: Sequence[int], size: int) -> int:
@@ -71,12 +74,16 @@ class ConvProjection(nn.Module):
         return 2 * ConvProjection.parameter_count(hidden, heads, widths, size)
 
     def init_state(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """The convolution's state before the first token, zeros (batch, size - 1, channels)."""
-        channels, size = self.conv.weight.shape
-        return torch.zeros(batch, size - 1, channels, device=device, dtype=dtype)
+        """The convolution's state before the first token, zeros (batch, size - 1, channels); (batch, 0, channels) without one."""
+        past = 0 if self.conv is None else self.conv.weight.shape[1] - 1
+        return torch.zeros(batch, past, self.linear.out_features, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, sequence: TokenSequence, state: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """x (B, T, hidden) -> one tensor (B, T, heads, width) a width, and the convolution's state."""
-        y, after = self.conv(self.linear(x), sequence, state)
+        y = self.linear(x)
+        if self.conv is None:
+            after = y.new_zeros(sequence.rows, 0, y.shape[-1])
+        else:
+            y, after = self.conv(y, sequence, state)
         parts = y.split([self.heads * width for width in self.widths], -1)
         return [part.unflatten(-1, (self.heads, -1)) for part in parts], after

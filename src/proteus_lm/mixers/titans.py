@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from proteus_lm.mixers._rules import titans_step
 from proteus_lm.mixers.base import GatedOutput, GateProjection, Mixer, block_norms, mean_open
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import l2_normalize
 from proteus_lm.ops import TitansState, titans_memory, titans_weights
+from proteus_lm.ops.deep_step import titans_step
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
 
@@ -177,16 +177,19 @@ class TitansMixer(Mixer):
     ) -> tuple[Tensor, TitansMixerState | None]:
         """As `Mixer.forward`; one token behind a state runs the decoding step."""
         parts, conv = self.projection(x, sequence, None if state is None else state.conv)
-        inputs = (*(l2_normalize(part) for part in parts), *self._step_sizes(x))
+        q, k, v = (l2_normalize(part) for part in parts)
+        theta, alpha, eta = self._step_sizes(x)
         if state is not None and sequence.is_step:
-            now = (tensor[:, 0] for tensor in inputs)
-            active = sequence.active(self.units)
-            read, memory = titans_step(*now, state.memory, active=active, read=self.read, memory_activation=self.function)
+            read, memory = titans_step(
+                *(q[:, 0], k[:, 0], v[:, 0], theta[:, 0], alpha[:, 0], eta[:, 0], state.memory),
+                active=sequence.active(self.units),
+                read=self.read,
+                memory_activation=self.function,
+            )
             read = read[:, None]
         else:
             read, memory = titans_memory(
-                *inputs,
-                self.initial,
+                *(q, k, v, theta, alpha, eta, self.initial),
                 chunk=self.chunk,
                 read=self.read,
                 memory_activation=self.function,

@@ -1,4 +1,4 @@
-"""The functions of `memory_activations` as the chunk form needs them: value and slope from one evaluation, few passes over memory."""
+"""The functions of `memory_activations` as the chunk form needs them: value and slope at once, in few passes over memory."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def backward(
         advanced: False when the chunk ends nothing, so that its end state is its start state.
     """
     depth, mask = len(weights), scales.mask
-    sums = Scales(*(torch.zeros_like(t) for t in scales[:8]))
+    sums = Scales._make([*(torch.zeros_like(t) for t in scales[:8]), None])
     to_x: list[Tensor] = [grad] * depth
     to_g: list[Tensor] = [grad] * depth
     for layer in range(depth - 1, -1, -1):
@@ -201,9 +201,9 @@ def backward(
         if advanced:
             _end_rows_backward(to_w, to_s, written_x, g, scales, sums, to_x[layer], to_g[layer])
             _end_state_backward(to_w, to_s, w, s, scales, sums, place)
-        grad = _remembered_backward(
-            grad, x, w, s, scales, sums, _side(place, w, mask), reading.kept[layer], to_w, to_s
-        ).baddbmm_(pair, written_x, alpha=-1)
+        grad = _remembered_backward(grad, x, w, s, scales, sums, _side(place, w, mask), reading.kept[layer], to_w, to_s).baddbmm_(
+            pair, written_x, alpha=-1
+        )
         if layer:
             grad.mul_(reading.slope[layer - 1])
     to_k, to_v = _write_backward(to_x, to_g, grad_weights, weights, written, act, mask)
@@ -240,9 +240,7 @@ def _write_backward(
     return to_x[0], last.neg()
 
 
-def _end_state_backward(
-    to_w: Tensor, to_s: Tensor, w: Tensor, s: Tensor, scales: Scales, sums: Scales, place: str
-) -> None:
+def _end_state_backward(to_w: Tensor, to_s: Tensor, w: Tensor, s: Tensor, scales: Scales, sums: Scales, place: str) -> None:
     """Adjoint of the start state's part in `advance`, in place; adds to the end scales."""
     decay, carry, keep = (by_entry(t, place) for t in (scales.end_decay, scales.end_carry, scales.end_momentum))
     shared = scales.mask is None

@@ -1,9 +1,9 @@
 """From the gates of a chunk's tokens to the scales of its dual form, and back (spec/deep.md 2.1 and 3.4).
 
-A unit is one chunk of one row and head; U units are worked on at once. Everything comes from one recurrence over the b slots of a
-unit on rows of b + 2 numbers: how much of each token's gradient, of the start momentum and of the start weights is in the momentum
-(`momentum_t = eta_t momentum_(t-1) + this token`) and in the weights (`weights_t = (1 - alpha_t) weights_(t-1) + momentum_t`). It has
-neither logarithms nor quotients, so gates of 0 and 1 are exact, and so are their gradients.
+A unit is one chunk of one row and head; U units are worked on at once. Everything comes from one recurrence over the b slots of
+a unit, on rows of b + 2 numbers: how much of each token's gradient, of the start momentum and of the start weights is in the
+momentum (`momentum_t = eta_t momentum_(t-1) + this token`) and in the weights (`weights_t = (1 - alpha_t) weights_(t-1) +
+momentum_t`). It has neither logarithms nor quotients, so gates of 0 and 1 are exact, and so are their gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rows of tokens on their chunk grids: which token of which row sits in which slot.
 
-A unit is one chunk of one row. Units are ordered by chunk, and within a chunk by row, the row with most slots first: so the units of
-a chunk are the first rows, those that fill the chunk come before those that end in it, and a short document costs nothing more once
-it has ended.
+A unit is one chunk of one row. Units are ordered by chunk, and within a chunk by row, the row with most slots first: so the
+units of a chunk are the first rows, those that fill the chunk come before those that end in it, and a short document costs
+nothing more once it has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layout:
         firsts: for each row, index of its first token among all tokens.
         lengths: for each row, its tokens.
         chunk: slots of a chunk.
-        held: bool (N, chunk), which slots before `phases` hold tokens of earlier calls, numbered behind all tokens; None: no such tokens.
+        held: bool (N, chunk), which slots before `phases` hold tokens of earlier calls, numbered behind all tokens; None: none do.
         device: of the index tensors.
     """
 
@@ -51,7 +51,8 @@ class Layout:
         self.slots = min(chunk, ends[self.order[0]])
         self.spans, rank = _spans([ends[row] for row in self.order], chunk)
         row_of = torch.tensor([self.order[r] for r in rank], device=device)
-        first_slot = torch.tensor([c * chunk for c, span in enumerate(self.spans) for _ in range(span.start, span.stop)], device=device)
+        chunk_of = [number for number, span in enumerate(self.spans) for _ in range(span.start, span.stop)]
+        first_slot = torch.tensor(chunk_of, device=device) * chunk
         phase, first, length = (torch.tensor(list(t), device=device)[row_of, None] for t in (phases, firsts, lengths))
         slot = first_slot[:, None] + torch.arange(self.slots, device=device)
         place = slot - phase
@@ -63,7 +64,8 @@ class Layout:
         self._source = torch.where(token, first + place, torch.where(earlier, tokens + row_of[:, None] * chunk + slot, 0))
         self._full = bool(self.valid.all()) if device.type == "cpu" else False
         index = torch.full((tokens + (0 if held is None else held.numel()),), -1, device=device)
-        self._slot_of = index.scatter_(0, self._source[self.valid], torch.arange(self.valid.numel(), device=device)[self.valid.flatten()])
+        slots = torch.arange(self.valid.numel(), device=device).view(self.valid.shape)
+        self._slot_of = index.scatter_(0, self._source[self.valid], slots[self.valid])
         self._tokens = tokens
 
     def gather(self, tokens: Tensor, open_rows: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -81,7 +83,7 @@ class Layout:
         return out.where(valid.view(*valid.shape, *[1] * (out.dim() - 2)), 0)
 
     def scatter(self, slots: Tensor, tokens: Tensor, open_rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The other way: (units * H, slots, ...) to the shapes and types of `tokens` and `open_rows`, zeros where nothing was taken."""
+        """The other way: (units * H, slots, ...) to the shapes and types of `tokens` and `open_rows`, zeros where none was."""
         heads = tokens.shape[2]
         unit, slot = self._slot_of.div(self.slots, rounding_mode="floor"), self._slot_of % self.slots
         index = (unit * heads * self.slots + slot)[:, None] + torch.arange(heads, device=slots.device) * self.slots

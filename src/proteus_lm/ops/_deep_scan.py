@@ -42,7 +42,7 @@ def titans_scan(
 
     Args:
         tokens: q, k (B, T, H, D), v (B, T, H, Dv), theta, alpha, eta (B, T, H).
-        open_rows: k, v (N, chunk, H, .), theta, alpha, eta (N, chunk, H): tokens of earlier calls since the last boundary; or nothing.
+        open_rows: k, v (N, chunk, H, .), theta, alpha, eta (N, chunk, H), tokens of earlier calls since the boundary; or nothing.
         weights, momentum: the state at the last boundary, (N, H, in, out) each, in the type to compute in.
         active: int64 (B or 1, T), open coordinates at each token.  open_active: int64 (N, chunk), at each open row.
         offset: int64 (N or 1), position of each row's first token.  position: int64 (N), what it must be, where known.
@@ -60,9 +60,7 @@ def titans_scan(
     _check_position(offset, position)
     with torch.autocast(tokens[0].device.type, enabled=False):
         act = POINTWISE[memory_activation]
-        walk = Walk(
-            tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=False
-        )
+        walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=False)
         depth, y = len(weights), torch.empty_like(walk.v)
         states = walk.to_walk([*weights, *momentum])
         saved: list[Tensor] = []
@@ -134,9 +132,7 @@ def _group(walk: Walk, steps: list[Step], initial: list[Tensor], saved: list[Ten
     return starts
 
 
-def _step_backward(
-    walk: Walk, step: Step, start: Start, grad_y: Tensor, to_state: list[Tensor], to_rows: list[Tensor]
-) -> None:
+def _step_backward(walk: Walk, step: Step, start: Start, grad_y: Tensor, to_state: list[Tensor], to_rows: list[Tensor]) -> None:
     units, depth = walk.units(step), len(walk.places)
     weights, momentum = start.state[:depth], start.state[depth:]
     full, scales = step.span.full * walk.heads, start.scales
@@ -159,7 +155,7 @@ def _held(scales: Scales, full: int) -> Scales:
     ends = [t.clone() for t in scales[3:8]]
     for end, still in zip(ends, (1, 0, 1, 0, 0)):
         end[full:] = still
-    return Scales(*scales[:3], *ends, scales.mask)
+    return Scales._make([*scales[:3], *ends, scales.mask])
 
 
 def _most_saved(q: Tensor, weights: list[Tensor], chunk: int) -> int:
@@ -201,9 +197,8 @@ def _check_position(offset: Tensor, position: Tensor | None) -> None:
 
 
 @titans_scan.register_fake
-def _(
-    tokens, open_rows, weights, momentum, active, open_active, offset, position, cu_seqlens, chunk, read, memory_activation, save, static
-) -> list[Tensor]:  # fmt: skip
+def _(*inputs: Any) -> list[Tensor]:
+    tokens, _, weights, momentum, *_, chunk, _, _, save, _ = inputs
     state = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*weights, *momentum)]
     most = _most_saved(tokens[0], weights, chunk)
     saved = [t.new_empty(most * t[0].numel()) for t in (*weights, *momentum)] if save else []
@@ -211,26 +206,25 @@ def _(
 
 
 @titans_scan_backward.register_fake
-def _(grads, tokens, open_rows, weights, momentum, *rest: Any) -> list[Tensor]:
+def _(*inputs: Any) -> list[Tensor]:
+    _, tokens, open_rows, weights, momentum, *_ = inputs
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*tokens, *open_rows, *weights, *momentum)]
 
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    tokens, open_rows, weights, momentum, active, open_active, offset, _, cu_seqlens, *ctx.options = inputs
+    tokens, open_rows, weights, momentum, active, open_active, offset, _, cu_seqlens, chunk, read, memory_activation, *_ = inputs
     lists = [tokens, open_rows, weights, momentum, output[1 + 2 * len(weights) :]]
-    ctx.counts = [len(part) for part in lists]
+    ctx.counts, ctx.options = [len(part) for part in lists], (chunk, read, memory_activation)
     ctx.save_for_backward(*(t for part in lists for t in part), active, open_active, offset, cu_seqlens)
     ctx.set_materialize_grads(False)
-    ctx.y = output[0].shape
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple:
     flat = list(ctx.saved_tensors)
-    lists = [[flat.pop(0) for _ in range(count)] for count in ctx.counts]
-    tokens, _, weights, momentum, _ = lists
+    tokens, open_rows, weights, momentum, saved = ([flat.pop(0) for _ in range(count)] for count in ctx.counts)
     shapes = [tokens[2], *weights, *momentum]
     given = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, shapes)]
-    out = iter(titans_scan_backward(given, *lists, *flat, *ctx.options[:3]))
+    out = iter(titans_scan_backward(given, tokens, open_rows, weights, momentum, saved, *flat, *ctx.options))
     return (*([next(out) for _ in range(count)] for count in ctx.counts[:4]), *[None] * 10)
 
 

@@ -1,4 +1,4 @@
-"""What the forward and the backward walk over the chunks of an MLP memory share: tokens in slots, the plan, the states of all rows."""
+"""What the forward and the backward walk over the chunks of an MLP memory share: tokens in slots, and the plan."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from proteus_lm.ops._deep_chunk import Scales, Written, advance, cut, entries, places, write
 from proteus_lm.ops._deep_activation import Pointwise
+from proteus_lm.ops._deep_chunk import Scales, Written, advance, cut, entries, places, write
 from proteus_lm.ops._deep_gates import Gates
 from proteus_lm.ops._deep_layout import Layout, Span
 from proteus_lm.ops.rows import Rows
@@ -76,7 +76,9 @@ class Walk:
         earlier = [torch.zeros_like(open_rows[0]), *open_rows] if open_rows else [None] * len(tokens)
         slots = [self.layout.gather(t, e, self.dtype) for t, e in zip(tokens, earlier)]
         self.q, self.k, self.v = slots[:3]
-        self.gates = Gates(*slots[3:], self.layout.valid.repeat_interleave(self.heads, 0), read=read, keep=keep)
+        theta, alpha, eta = slots[3:]
+        valid = self.layout.valid.repeat_interleave(self.heads, 0)
+        self.gates = Gates(theta, alpha, eta, valid, read=read, keep=keep)
         everywhere = active.to(q.device).expand(q.shape[:2])[..., None]
         self._active = self.layout.gather(everywhere, None if open_active is None else open_active[..., None], torch.int64)
         self.steps = self._plan()
@@ -127,8 +129,8 @@ class Walk:
         rows, depth = step.span.full * self.heads, len(self.places)
         if not rows:
             return
-        state, written = [t[:rows] for t in state], Written(*([t[:rows] for t in part] for part in start.written))
-        scales = Scales(*(None if t is None else t[:rows] for t in start.scales))
+        state, written = [t[:rows] for t in state], Written._make([t[:rows] for t in part] for part in start.written)
+        scales = Scales._make(None if t is None else t[:rows] for t in start.scales)
         if start.opens is None:
             advance(state[:depth], state[depth:], written, scales)
             return

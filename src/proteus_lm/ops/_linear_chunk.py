@@ -75,7 +75,7 @@ class Hebbian:
         return left
 
     def _tilewise(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.count, self.matrices))
+        return x.view(self.count, self.matrices, *x.shape[1:])
 
     def scan(self, state: Tensor) -> Tensor:
         """Carry the state (M, K, V) through the tiles; returns the one behind the last."""
@@ -86,13 +86,14 @@ class Hebbian:
 
     def _advance(self, decay: Tensor) -> None:
         writes = self._tilewise(self.kept.mT @ self.written)
-        for i in range(self.count):
-            torch.addcmul(writes[i], self.states[i], decay[i], out=self.states[i + 1])
+        states = self.states.unbind()
+        for before, after, write, left in zip(states, states[1:], writes.unbind(), decay.unbind()):
+            torch.addcmul(write, before, left, out=after)
 
-    def read(self) -> Tensor:
-        """Outputs (n, M, C, V), after `scan`."""
+    def read(self, scale: float) -> Tensor:
+        """Outputs (n, M, C, V) times `scale`, after `scan`."""
         out = torch.bmm(self.reading, self.states[:-1].flatten(0, 1))
-        return self._tilewise(out.baddbmm_(self.scores, self.written))
+        return self._tilewise(out.baddbmm_(self.scores, self.written, beta=scale, alpha=scale))
 
     def backward(self, d_out: Tensor, d_state: Tensor) -> tuple[Tensor, Tiles]:
         """Gradients with respect to the state before the first tile and to the tiles, after `scan`.
@@ -124,8 +125,9 @@ class Hebbian:
         return d_states[0], Tiles._make(None if x is None else self._tilewise(x) for x in grads)
 
     def _retreat(self, decay: Tensor, through: Tensor, d_states: Tensor, d_written: Tensor) -> None:
-        for i in range(self.count - 1, -1, -1):
-            torch.addcmul(through[i], d_states[i + 1], decay[i], out=d_states[i])
+        states = d_states.unbind()
+        for before, after, read, left in reversed(list(zip(states, states[1:], through.unbind(), decay.unbind()))):
+            torch.addcmul(read, after, left, out=before)
         d_written.baddbmm_(self.kept, d_states[1:].flatten(0, 1))
 
     def _backward_left(self, d_scores: Tensor, d_kept: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -155,16 +157,15 @@ class Delta(Hebbian):
         assert tiles.beta is not None
         self.beta, self.decayed = tiles.beta.flatten(0, 1), decayed
         self.p = self.k if tiles.p is None else tiles.p.flatten(0, 1)
-        self.error_since = self.since
-        if not decayed:
-            self.error_since = torch.ones_like(self.since)
-            self.error_since[:, 1:] = self.since[:, :-1]
+        self.error_since = self.since if decayed else torch.nn.functional.pad(self.since[:, :-1], (1, 0), value=1.0)
         self.overlap = self._decay_errors(self.p @ self.k.mT)  # A without beta
         identity = torch.eye(self.length, dtype=self.q.dtype, device=self.q.device).expand_as(self.overlap)
         system = self.overlap * self.beta[..., None]
         self.inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
         self.error_reading = self.p * self.error_since[..., None]
-        self.erase = self.inverse @ (self.error_reading * self.beta[..., None])
+        weighted = self.inverse * self.beta[:, None, :]
+        self.written = weighted @ self.v  # if the state before the tile were 0; `_advance` takes off what it holds
+        self.erase = weighted @ self.error_reading
 
     def _decay_errors(self, x: Tensor) -> Tensor:
         """Multiply (.., C, C) in place by what the state read at t for the error has left of the write of token i < t."""
@@ -175,20 +176,19 @@ class Delta(Hebbian):
         return x
 
     def _advance(self, decay: Tensor) -> None:
-        self.written = self.inverse @ (self.v * self.beta[..., None])
-        written, erase, kept = (self._tilewise(x) for x in (self.written, self.erase, self.kept.mT))
-        for i in range(self.count):
-            state, following = self.states[i], self.states[i + 1]
-            written[i].baddbmm_(erase[i], state, alpha=-1)
-            torch.mul(state, decay[i], out=following)
-            following.baddbmm_(kept[i], written[i])
+        states = self.states.unbind()
+        tiles = (self._tilewise(x).unbind() for x in (self.written, self.erase, self.kept))
+        for before, after, left, written, erase, kept in zip(states, states[1:], decay.unbind(), *tiles):
+            written.baddbmm_(erase, before, alpha=-1)
+            torch.mul(before, left, out=after).baddbmm_(kept.mT, written)
 
     def _retreat(self, decay: Tensor, through: Tensor, d_states: Tensor, d_written: Tensor) -> None:
-        d_written, erase, kept = (self._tilewise(x) for x in (d_written, self.erase.mT, self.kept))
-        for i in range(self.count - 1, -1, -1):
-            d_written[i].baddbmm_(kept[i], d_states[i + 1])
-            torch.addcmul(through[i], d_states[i + 1], decay[i], out=d_states[i])
-            d_states[i].baddbmm_(erase[i], d_written[i], alpha=-1)
+        states = d_states.unbind()
+        tiles = (self._tilewise(x).unbind() for x in (d_written, self.erase, self.kept))
+        steps = zip(states, states[1:], through.unbind(), decay.unbind(), *tiles)
+        for before, after, read, left, written, erase, kept in reversed(list(steps)):
+            written.baddbmm_(kept, after)
+            torch.addcmul(read, after, left, out=before).baddbmm_(erase.mT, written, alpha=-1)
 
     def _backward_rule(self, grads: Tiles, d_left: Tensor, before: Tensor) -> Tiles:
         """From the gradient of X to those of V, P, K, beta and G; `grads.v` is the gradient of X."""

@@ -105,7 +105,7 @@ def _scan(rows: _Rows, groups: Sequence[Group], state: Tensor, out: Tensor | Non
             starts.append(start.clone())
         part.copy_(form.scan(start).view(part.shape))
         if out is not None:
-            add_tiles(rows.open("out", out, group), form.read().mul_(rows.scale), group)
+            add_tiles(rows.open("out", out, group), form.read(rows.scale), group)
     return starts
 
 

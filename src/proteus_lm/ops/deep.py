@@ -1,4 +1,4 @@
-"""Titans' neural memory: an MLP that learns at test time by gradient descent with momentum and forgetting, in its exact dual form."""
+"""Titans' neural memory: an MLP that learns at test time by gradient descent with momentum and forgetting, in its dual form."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from proteus_lm.activation import Activation
 from proteus_lm.ops import reference
 from proteus_lm.ops._deep_scan import titans_scan
+from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.backend import choose
 from proteus_lm.ops.memory_activations import memory_function
 from proteus_lm.ops.rows import check_packed
@@ -44,9 +45,9 @@ def titans_memory(
 
     in the open entries; locked ones are neither read, written, given momentum nor decayed, and keep their bits (Proteus eq 7-11).
     Blocks are hidden units; an inner matrix's entry is open when both its units are. With one layer they are its rows.
-    Any split of a sequence into calls gives the same, as the state carries the open chunk. Computed in fp32, or fp64 if an input is,
-    whatever the autocast. First derivatives reach every tensor, those of `initial_state` included. NaN in a unit stays out of the
-    chunks before the one it opens in.
+    Any split of a sequence into calls gives the same, as the state carries the open chunk. Computed in fp32, or fp64 if an input
+    is, whatever the autocast. First derivatives reach every tensor, those of `initial_state` included. NaN in a unit stays out of
+    all chunks before the one it opens in.
 
     Args:
         q, k: (B, T, H, D), any floating type, as every tensor here. Normalisation is the caller's.
@@ -68,8 +69,8 @@ def titans_memory(
         y (B, T, H, Dv) in v's type; the state of N rows (N = B, or the documents) in fp32 or fp64, or None.
 
     Raises:
-        ValueError: for shapes, options, an activation or boundaries that do not fit each other, or a state that stands elsewhere than
-            the activation starts (on CUDA, an assertion on the device).
+        ValueError: for shapes, options, an activation or boundaries that do not fit each other, or a state that stands elsewhere
+            than the activation starts (on CUDA, an assertion on the device).
         TypeError: for tensors that are not floating.
     """
     tokens, weights = (q, k, v, theta, alpha, eta), tuple(weights)
@@ -132,11 +133,6 @@ def titans_weights(state: TitansState, *, memory_activation: str = "gelu_tanh") 
     return reference.titans_weights(state, memory_activation=memory_activation)
 
 
-def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """fp64 if any tensor is, else fp32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
 def _start(
     tokens: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -146,7 +142,6 @@ def _start(
     initial: InitialState | None,
 ) -> tuple[TitansState, Tensor]:
     """The state to start from, its boundary in the type to compute in, and the position of each row's first token (N or 1)."""
-    dtype = compute_dtype(*tokens, *weights)
     offset = 0 if activation is None else activation.offset
     at = offset.long() if isinstance(offset, Tensor) else torch.tensor([offset])
     if isinstance(initial, TitansState):
@@ -159,15 +154,18 @@ def _start(
         empty = [t.new_zeros(rows, chunk, *t.shape[2:]) for t in tokens[1:]]
         active = torch.zeros(rows, chunk, dtype=torch.int64, device=tokens[0].device)
         rest = (*empty, active, at.to(active.device).expand(rows))
+    dtype = compute_dtype(*tokens, *weights, *boundary[0])
     wide = [tuple(t.to(dtype) for t in part) for part in boundary]
-    return TitansState(*wide, *rest), at
+    return TitansState._make([*wide, *rest]), at
 
 
 def _active(activation: Activation | None, q: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Open coordinates of each token, int64 (B or 1, T)."""
+    """Open coordinates of each token, int64 (B or 1, T); on the host where all rows agree, so that planning waits for no device."""
     if activation is None:
-        return torch.full((1, q.shape[1]), weights[-1].shape[-2], device=q.device)
-    return activation.active
+        return torch.full((1, q.shape[1]), weights[-1].shape[-2])
+    if isinstance(activation.offset, Tensor) or activation.cu_seqlens is not None:
+        return activation.active
+    return activation.schedule.active(activation.dim, activation.offset + torch.arange(activation.length))[None]
 
 
 def _final(
@@ -199,12 +197,10 @@ def _final(
         shape = (rows, chunk, *[1] * (value.dim() - 2))
         value = torch.where(earlier.view(shape), old.to(value.dtype), value)
         parts.append(torch.where(taken.view(shape), value, torch.zeros((), dtype=value.dtype, device=device)))
-    return TitansState(*boundary, *parts, end)
+    return TitansState._make([*boundary, *parts, end])
 
 
-def _check_tokens(
-    tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, read: str, cu_seqlens: Tensor | None
-) -> None:
+def _check_tokens(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, read: str, cu_seqlens: Tensor | None) -> None:
     q, k, v, *gates = tokens
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ValueError(f"chunk is {chunk!r}; it must be a whole number of at least 1")
@@ -222,7 +218,7 @@ def _check_tokens(
     for name, gate in zip(("theta", "alpha", "eta"), gates):
         if gate.shape != q.shape[:3]:
             raise ValueError(f"{name} has shape {tuple(gate.shape)}; it must be (B, T, H) = {tuple(q.shape[:3])}")
-    check_packed(len(q), cu_seqlens)
+    _check_packed(q, cu_seqlens)
     if not weights:
         raise ValueError("there are no weights; give at least one layer, W1 (H, D, Dv)")
     heads, (head_dim, value_dim) = q.shape[2], (q.shape[3], v.shape[3])
@@ -236,9 +232,19 @@ def _check_tokens(
             )
 
 
-def _check_activation(
-    activation: Activation | None, q: Tensor, weights: Sequence[Tensor], cu_seqlens: Tensor | None
-) -> None:
+def _check_packed(q: Tensor, cu_seqlens: Tensor | None) -> None:
+    check_packed(len(q), cu_seqlens)
+    if cu_seqlens is None:
+        return
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; it must be integers (documents + 1,)"
+        )
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; move it there")
+
+
+def _check_activation(activation: Activation | None, q: Tensor, weights: Sequence[Tensor], cu_seqlens: Tensor | None) -> None:
     if activation is None:
         return
     units = weights[-1].shape[-2]
@@ -249,15 +255,20 @@ def _check_activation(
         )
     if (activation.cu_seqlens is None) != (cu_seqlens is None):
         raise ValueError("cu_seqlens was given to only one of the call and its activation; give it to both")
-    if cu_seqlens is None and isinstance(activation.offset, Tensor) and len(activation.offset) != len(q):
-        raise ValueError(f"the activation has {len(activation.offset)} offsets for {len(q)} rows; give one a row")
+    if cu_seqlens is None:
+        if isinstance(activation.offset, Tensor) and len(activation.offset) not in (1, len(q)):
+            raise ValueError(f"the activation has {len(activation.offset)} offsets for {len(q)} rows; give one a row")
+    elif activation.cu_seqlens is not cu_seqlens and not torch.compiler.is_compiling():
+        theirs = activation.cu_seqlens
+        if theirs is None or len(theirs) != len(cu_seqlens) or not torch.equal(theirs.to(cu_seqlens), cu_seqlens):
+            raise ValueError(f"the activation is packed as {theirs} and the call as {cu_seqlens}; give both the same cu_seqlens")
 
 
-def _check_state(
-    state: InitialState | None, tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, rows: int
-) -> None:
+def _check_state(state: InitialState | None, tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, rows: int) -> None:
     if state is None:
         return
+    if not isinstance(state, tuple) or len(state) not in (2, len(TitansState._fields)):
+        raise ValueError(f"initial_state is a {type(state).__name__}; it must be a TitansState, or (weights, momentum)")
     for name, part in zip(("weights", "momentum"), state):
         shapes = [tuple(t.shape) for t in part]
         wanted = [(rows, *w.shape) for w in weights]

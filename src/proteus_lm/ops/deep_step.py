@@ -12,7 +12,8 @@ from torch import Tensor
 from proteus_lm.ops import _deep_chunk
 from proteus_lm.ops._deep_activation import POINTWISE
 from proteus_lm.ops._deep_chunk import Scales, entries, places
-from proteus_lm.ops.deep import READS, chunk_form, compute_dtype
+from proteus_lm.ops._linear_operator import compute_dtype
+from proteus_lm.ops.deep import READS, chunk_form
 from proteus_lm.ops.memory_activations import memory_function
 from proteus_lm.ops.state import TitansState
 
@@ -67,7 +68,7 @@ def titans_step(
     kept = [torch.where(full.view(-1, *[1] * (t.dim() - 1)), torch.zeros_like(t), t) for t in (*rows, open_units)]
     heads = q.shape[1]
     boundary = (tuple(t.unflatten(0, (-1, heads)) for t in part) for part in (weights, momentum))
-    return y.to(v.dtype), TitansState(*boundary, *kept, state.position + 1)
+    return y.to(v.dtype), TitansState._make([*boundary, *kept, state.position + 1])
 
 
 def _with_gradients(
@@ -79,7 +80,9 @@ def _with_gradients(
     units = torch.full_like(state.position, state.weights[-1].shape[-2]) if active is None else active
     y, final = chunk_form(
         *([t[:, None] for t in (q, *tokens)], wide, state.position, units.long()[:, None], None, True),
-        **{"carried": True, "read": read, "memory_activation": memory_activation},
+        carried=True,
+        read=read,
+        memory_activation=memory_activation,
     )
     assert final is not None
     return y[:, 0], final
@@ -97,10 +100,10 @@ def _step(
     read: str,
     memory_activation: str,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Read, and commit the rows whose chunk is full. weights, momentum (N * H, in, out); `rows` as in the state, this token included."""
+    """Read, and commit the rows whose chunk is full. weights, momentum (N * H, in, out); `rows` include this token."""
     act, heads, chunk = POINTWISE[memory_activation], q.shape[1], rows[0].shape[1]
     k, v = (t.transpose(1, 2).flatten(0, 1) for t in rows[:2])
-    gates = [t.transpose(1, 2).flatten(0, 1) for t in rows[2:]]
+    theta, alpha, eta = (t.transpose(1, 2).flatten(0, 1) for t in rows[2:])
     valid = (open_units > 0).repeat_interleave(heads, 0)
     units = torch.arange(weights[-1].shape[-2], device=q.device)
     mask = (units < open_units[..., None]).repeat_interleave(heads, 0)
@@ -110,18 +113,15 @@ def _step(
     inside = [entries(opens < chunk, place) for place in layers]
     blanked = [torch.where(chosen, t, 0) for t, chosen in zip((*weights, *momentum), inside)]
     written = _deep_chunk.write(k, v, blanked[:depth], act, mask)
-    at_end = _scales(*gates, valid, opens)
-    seen = at_end if read == "post" else _scales(*gates, valid & ~here.repeat_interleave(heads, 0), opens)
+    at_end = _scales(theta, alpha, eta, valid, opens)
+    seen = at_end if read == "post" else _scales(theta, alpha, eta, valid & ~here.repeat_interleave(heads, 0), opens)
     looking = (units < now[:, None]).repeat_interleave(heads, 0)[:, None]
     y, _ = _deep_chunk.read(
         q.flatten(0, 1)[:, None], blanked[:depth], blanked[depth:], written, seen._replace(mask=looking), act, keep=False
     )
     _deep_chunk.advance(blanked[:depth], blanked[depth:], written, at_end)
     commit = full.repeat_interleave(heads, 0)[:, None, None]
-    new = [
-        torch.where(commit & chosen, after, before)
-        for chosen, after, before in zip(inside, blanked, (*weights, *momentum))
-    ]
+    new = [torch.where(commit & chosen, after, before) for chosen, after, before in zip(inside, blanked, (*weights, *momentum))]
     return y.unflatten(0, (-1, heads))[:, :, 0], new[:depth], new[depth:]
 
 

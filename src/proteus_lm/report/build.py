@@ -13,7 +13,7 @@ from proteus_lm.data.files import write_json, write_text
 from proteus_lm.evals import PerplexityResult, evaluate
 from proteus_lm.generate import Sampling, generate
 from proteus_lm.report.collect import Options, Progress, RunReport, bytes_per_token, command, data_identity
-from proteus_lm.report.figures import draw_loss_by_position, draw_memory, draw_training
+from proteus_lm.report.figures import check_drawing, draw_loss_by_position, draw_memory, draw_training
 from proteus_lm.report.memory import look_points, trace_memory
 from proteus_lm.report.tables import base_of, main_table, paired, report_markdown, verdicts
 from proteus_lm.run import Run
@@ -67,17 +67,35 @@ def build_report(
     options = options or Options()
     runs = [Run.open(path) for path in paths]
     names = _names([run.path for run in runs])
+    _check_comparable(runs, names, options.split)
+    check_drawing()
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
     schedules = [ProteusConfig.from_pretrained(run.checkpoint()).schedule for run in runs]
     reports = tuple(_measure(run, name, options, schedules, progress) for run, name in zip(runs, names))
     base = base_of(reports)
     pairs = {other.name: _differences(base, other) for other in reports if other is not base}
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
     figures = _figures(reports, out)
     write_text(out / "report.md", report_markdown(reports, {caption: path.name for caption, path in figures.items()}, made_by))
     raw = {"made_by": made_by, "options": asdict(options), "runs": [run.to_dict() for run in reports]}
     write_json(out / "report.json", raw | {"base": base.name, "differences": pairs})
     return Report(out, reports, tuple(figures.values()))
+
+
+def _check_comparable(runs: Sequence[Run], names: Sequence[str], split: str) -> None:
+    """Raise ValueError, before any work, for runs whose losses would not be of the same tokens at the same positions."""
+    first, context = data_identity(runs[0], split), runs[0].recipe.data.context
+    for run, name in zip(runs[1:], names[1:]):
+        if data_identity(run, split) != first:
+            raise ValueError(
+                f"{names[0]} and {name} have other {split} data ({runs[0].recipe.data.path} and {run.recipe.data.path}); "
+                "their losses cannot be compared: report runs that share prepared data"
+            )
+        if run.recipe.data.context != context:
+            raise ValueError(
+                f"{names[0]} was trained with a context of {context} and {name} with {run.recipe.data.context}; "
+                "report runs of one context together, or compare with `proteus eval --context` at one length"
+            )
 
 
 def _differences(base: RunReport, other: RunReport) -> dict[str, Any]:

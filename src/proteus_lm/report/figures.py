@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,19 +23,19 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 
 def new_figure(rows: int, columns: int, width: float, height: float, *, sharex: bool = False) -> tuple[Figure, np.ndarray]:
-    """A figure of so many inches with its axes (rows, columns), on the Agg canvas whatever the machine has.
+    """A figure of so many inches with its axes (rows, columns), on the Agg canvas whatever the machine has."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises:
-        ImportError: without matplotlib, with the remedy.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("figures need matplotlib; install it with: pip install 'proteus-lm[plot]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False, sharex=sharex)
+
+
+def check_drawing() -> None:
+    """Raise ImportError, with the remedy, where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("figures need matplotlib; install it with: pip install 'proteus-lm[plot]'")
 
 
 def save(figure: Figure, path: Path) -> None:

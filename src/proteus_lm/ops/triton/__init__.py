@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from proteus_lm.activation import Activation
-from proteus_lm.ops.rows import check_packed
 from proteus_lm.ops.state import SWLAState
 
-OPERATIONS = ("retention", "delta_rule", "gated_delta_rule", "comba")
+OPERATIONS = ("retention", "swla", "delta_rule", "gated_delta_rule", "comba")
 MAX_KEYS, MAX_VALUES = 256, 512
 
 
@@ -37,53 +37,17 @@ def refuse(operation: str, tensors: tuple[Tensor, ...]) -> str | None:
         return f"tensors are on {q.device.type}; the kernels need CUDA"
     if any(x.dtype == torch.float64 for x in tensors):
         return "float64 inputs; the kernels compute in float32"
+    if operation == "swla" and tensors[4].shape[-1] != 2:
+        return f"a window of {tensors[4].shape[-1]} tokens; the kernel is for 2"
     if q.shape[-1] > MAX_KEYS or v.shape[-1] > MAX_VALUES:
         return f"K = {q.shape[-1]}, V = {v.shape[-1]}; the kernels hold at most {MAX_KEYS} key rows and {MAX_VALUES} value columns"
     return None
 
 
-def _run(
-    rule: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor | None,
-    g: Tensor | None,
-    beta: Tensor | None,
-    activation: Activation | None,
-    axis: str,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    output_final_state: bool,
-) -> tuple[Tensor, Tensor | None]:
-    from proteus_lm.ops.triton.linear import linear
+def _run(*arguments: Any) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
+    from proteus_lm.ops.triton.front import run  # imports triton
 
-    if axis not in ("key", "value"):
-        raise ValueError(f"axis is {axis!r}; it must be 'key' or 'value'")
-    check_packed(len(q), cu_seqlens)
-    dtype = v.dtype
-    # The kernels take one type: that of q, k, v, p where they agree, else fp32.
-    together = {x.dtype for x in (q, k, v, p) if x is not None}
-    if len(together) > 1:
-        q, k, v, p = (x if x is None else x.float() for x in (q, k, v, p))
-    q, k, v, p, g, beta = (x if x is None else x.contiguous() for x in (q, k, v, p, g, beta))
-    blocks, active, segments = 1, None, None
-    if activation is not None and activation.schedule.blocks > 1:
-        blocks = activation.schedule.blocks
-        if activation.segments is None:
-            active = activation.active
-        else:
-            segments = [x for segment in activation.segments for x in segment]
-    needed = (q, k, v, p, g, beta, initial_state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in needed)
-    state = None if initial_state is None else initial_state.float().contiguous()
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    with torch.autocast(q.device.type, enabled=False):
-        out, final, *_ = linear(
-            *(q, k, v, p, g, beta, state, active, cu_seqlens, segments, blocks, rule, axis, scale, output_final_state, save)
-        )
-    return out.to(dtype), final if output_final_state else None
+    return run(*arguments)
 
 
 def retention(
@@ -155,3 +119,104 @@ def comba(
 ) -> tuple[Tensor, Tensor | None]:
     """S_t = e^g S_{t-1} + beta k (v - S_{t-1}^T p)^T (spec/linear.md 1.3). As `proteus_lm.ops.comba`."""
     return _run("comba", q, k, v, p, g, beta, activation, axis, scale, initial_state, cu_seqlens, output_final_state)
+
+
+def swla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    gamma: Tensor,
+    *,
+    activation: Activation | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    initial_state: Tensor | SWLAState | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, SWLAState | None]:
+    """S_t = e^g S_{t-1} + sum_{j<2} gamma[..., j] k_{t-j} v_{t-j}^T (spec/linear.md 1.4). As `proteus_lm.ops.swla`."""
+    from proteus_lm.ops.triton import window
+
+    return window.swla(
+        *(q, k, v, g, gamma),
+        activation=activation,
+        axis=axis,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state,
+    )
+
+
+def _step(*arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    from proteus_lm.ops.triton.step import run_step  # imports triton
+
+    return run_step(*arguments)
+
+
+def retention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    state: Tensor,
+    *,
+    active: Tensor | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token of `retention` for inference. As `proteus_lm.ops.retention_step`; `inplace` moves the given state on itself."""
+    return _step("retention", q, k, v, None, g, None, state, active, axis, scale, inplace)
+
+
+def delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    active: Tensor | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token of `delta_rule` for inference; see `retention_step`."""
+    return _step("delta_rule", q, k, v, None, None, beta, state, active, axis, scale, inplace)
+
+
+def gated_delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    active: Tensor | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token of `gated_delta_rule` for inference; see `retention_step`."""
+    return _step("gated_delta_rule", q, k, v, None, g, beta, state, active, axis, scale, inplace)
+
+
+def comba_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    active: Tensor | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token of `comba` for inference; see `retention_step`."""
+    return _step("comba", q, k, v, p, g, beta, state, active, axis, scale, inplace)

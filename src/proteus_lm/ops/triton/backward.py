@@ -64,20 +64,11 @@ def reverse(
         low = first
         if NK - phase > 1:
             low = tl.load(table + 2 + (NK - phase - 1) * (KT // 16))
-        # The row of the chunk after is read while this one is worked on.
-        row = chunks + tl.maximum(high - 1, 0) * 4
-        next_start = tl.load(row)
-        next_count = tl.load(row + 1)
-        next_width = tl.load(row + 2)
         for i in tl.range(0, high - low, num_stages=STAGES):
             c = high - 1 - i
-            start = next_start.to(tl.int64)
-            here = o < next_count
-            width = tl.multiple_of(next_width, ALIGN)
-            row = chunks + tl.maximum(c - 1, 0) * 4
-            next_start = tl.load(row)
-            next_count = tl.load(row + 1)
-            next_width = tl.load(row + 2)
+            start = tl.load(chunks + c * 4).to(tl.int64)
+            here = o < tl.load(chunks + c * 4 + 1)
+            width = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
             place = start * H + h
             keys = width if KEY else K
             values = width if VALUE else V

@@ -69,7 +69,7 @@ def prepare(
     q, k, p, g, beta, chunks, gates, solve, attend, scale,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, D: tl.constexpr,
     DELTA: tl.constexpr, HAS_G: tl.constexpr, HAS_P: tl.constexpr, DECAYED: tl.constexpr,
-    KEY: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
+    KEY: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
     FLOOR: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: its running log decays, `attend`, and for the delta rules `solve`.
@@ -104,7 +104,8 @@ def prepare(
     dtype: tl.constexpr = q.dtype.element_ty
     read = tl.zeros([C, C], tl.float32)
     a = tl.zeros([C, C], tl.float32)
-    for k0 in range(0, limit, KT):
+    # One step where the tile holds all rows, with bounds the compiler can see.
+    for k0 in range(0, K if K <= KT else limit, KT):
         col = k0 + tl.arange(0, KT)
         at = token[:, None] * K + col[None, :]
         mask = here[:, None] & (col < limit)[None, :]
@@ -130,7 +131,7 @@ def prepare(
         tl.store(gates + slot + 5 * C + o, strength)
         a *= tl.exp(tl.where(r > j, before[:, None] - running[None, :], 0.0)) * strength[:, None]
         a = tl.where(r > j, a, 0.0)
-        inverse = unit_lower_inverse(a, C, D, HALF, SOLVE_PRECISION) * strength[None, :]
+        inverse = unit_lower_inverse(a, C, D, HALF, PRECISION) * strength[None, :]
         tl.store(solve + corner + square, inverse.to(dtype))
 
 
@@ -266,17 +267,11 @@ def scan(
         high = tl.load(table + 1)
         if phase < NK - 1:
             high = tl.load(table + 2 + (phase + 1) * (KT // 16))
-        # The row of the chunk after is read while this one is worked on; the table has one more row for the last.
-        next_start = tl.load(chunks + low * 4)
-        next_count = tl.load(chunks + low * 4 + 1)
-        next_width = tl.load(chunks + low * 4 + 2)
         for c in tl.range(low, high, num_stages=STAGES):
-            start = next_start.to(tl.int64)
-            here = o < next_count
-            width = tl.multiple_of(next_width, ALIGN)
-            next_start = tl.load(chunks + (c + 1) * 4)
-            next_count = tl.load(chunks + (c + 1) * 4 + 1)
-            next_width = tl.load(chunks + (c + 1) * 4 + 2)
+            start = tl.load(chunks + c * 4).to(tl.int64)
+            here = o < tl.load(chunks + c * 4 + 1)
+            # A hint on a value carried round the loop is lost, and with it loads of 16 bytes: the width is read here.
+            width = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
             place = start * H + h
             keys = width if KEY else K
             values = width if VALUE else V

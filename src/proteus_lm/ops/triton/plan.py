@@ -21,7 +21,7 @@ class Plan(NamedTuple):
     """The tables the kernels read.
 
     Args:
-        chunks: int32 (capacity + 1, 4), the last row empty: first token, tokens (0 = no chunk here), open coordinates, document.
+        chunks: int32 (capacity, 4): first token, tokens (0 = no chunk here), open coordinates, document.
         documents: int32 (N, 2 + tiles): first chunk, past the last chunk, then for each tile of 16 coordinates
             the first chunk in which one of its coordinates is open (past the last chunk if never).
     """
@@ -35,8 +35,6 @@ def capacity(tokens: int, documents: int, blocks: int, segments: Sequence[int] |
     if segments is not None:
         ends = zip(segments[::3], segments[1::3])
         return documents * sum(-(-(last - first) // chunk) for first, last in ends)
-    if documents == 1 or blocks == 1 and tokens % documents == 0 and tokens // documents % chunk == 0:
-        return -(-tokens // chunk) + documents * (blocks - 1)
     return tokens // chunk + documents * blocks
 
 
@@ -67,8 +65,7 @@ def build(bounds: Tensor, active: Tensor | None, tokens: int, dim: int, chunk: i
     shut = (shut & starts[:, None]).long()
     opens = before[bounds[:-1]][:, None] + time.new_zeros(count, shut.shape[1]).index_add(0, document, shut)
     ends = torch.stack((before[bounds[:-1]], before[bounds[1:]]), 1)
-    table[rows] = 0
-    return Plan(table.int(), torch.cat((ends, opens), 1).int().contiguous())
+    return Plan(table[:rows].int().contiguous(), torch.cat((ends, opens), 1).int().contiguous())
 
 
 @lru_cache(maxsize=64)

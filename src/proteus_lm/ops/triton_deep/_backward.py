@@ -24,6 +24,7 @@ from proteus_lm.ops.triton_deep._common import (
     open_slots,
     pointwise,
     read_scales,
+    sixteens,
 )
 from proteus_lm.ops.triton_deep._forward import end_scales, start_shadow
 
@@ -51,6 +52,7 @@ def read_backward_kernel(
     vec_at, mix_at, now = vec + at * VECTORS * B, mix + at * B * B, shadow + at * SLOT
     opens_at = opens + (row * plan_row + n) * HID
     width = tl.load(plan + (row * plan_row + n) * 2)
+    end = sixteens(width)
     if tl.load(plan + (row * plan_row + n) * 2 + 1) != MIXED:
         return
     square, square_t = t[:, None] * B + t[None, :], t[None, :] * B + t[:, None]
@@ -58,31 +60,26 @@ def read_backward_kernel(
     share = tl.load(mix_at + square) * theta[None, :]
 
     d_out = tl.load(dy + (token + t[:, None] * H) * DV + dv[None, :]).to(OPD)
-    d_out_t = tl.load(dy + (token + t[None, :] * H) * DV + dv[:, None]).to(OPD)
-    error = tl.load(err + at * B * DV + t[:, None] * DV + dv[None, :])
     error_t = tl.load(err + at * B * DV + t[None, :] * DV + dv[:, None])
-    pair = mul(d_out, error_t, PREC)
     turn = turned + at * 4 * B * B
-    tl.store(turn + square, (share * pair).to(OPD))
+    tl.store(turn + square, (share * mul(d_out, error_t, PREC)).to(OPD))
     queries = tl.load(rows_q + dk[None, :]).to(OPD)
     if DEEP:
-        queries_t = tl.load(q + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
         keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
         tl.store(turn + B * B + square, (share * mul(queries, keys_t, PREC)).to(OPD))
     if MIXED:
         tl.store(d_mix + at * B * B + square, tl.zeros((B, B), tl.float32))
     tl.debug_barrier()
-    far, far_t = tl.load(turn + square), tl.load(turn + square_t)
-    if DEEP:
-        near, near_t = tl.load(turn + B * B + square), tl.load(turn + B * B + square_t)
 
-    alike = tl.zeros((B, B), tl.float32)
-    pair_1 = tl.zeros((B, B), tl.float32)
+    # First pass over the open tiles: the read once more, and its gradient down to q. Leaves act(Zq) and dZq for the second pass.
+    far = tl.load(turn + square)
+    if DEEP:
+        near = tl.load(turn + B * B + square)
     d_query = tl.zeros((B, DK), tl.float32)
     d_log_read, d_carry_read = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
-    for j in range(tl.cdiv(width, BH)):
+    for j in range(tl.cdiv(end, BH)):
         cols = j * BH + tl.arange(0, BH)
-        kept = (cols < width)[None, :]
+        kept = (cols < end)[None, :]
         opened = open_slots(opens_at, cols, width, B)
         mine = t[:, None] >= opened[None, :]
         decay, carry = read_scales(vec_at, mix_at, opened, MIXED, PRE, B, BH)
@@ -98,12 +95,8 @@ def read_backward_kernel(
         else:
             x = tl.load(rows_q + cols[None, :], mask=kept, other=0.0).to(tl.float32)
         x = tl.where(mine, x, 0.0)
-        x_op = x.to(OPD)
+        tl.store(to_act + cells, x.to(OPD), mask=kept)
         a = tl.load(act + cells, mask=kept, other=0.0)
-        alike = tl.dot(x_op, tl.trans(a), alike, input_precision=PREC)
-        tl.store(to_act + cells, (-mul(far_t, x_op, PREC)).to(OPD), mask=kept)
-        tl.store(to_state + at * SLOT + W2 + second, mul(d_out_t, (decay * x).to(OPD), PREC).to(OPD), mask=kept)
-        tl.store(to_state + at * SLOT + W2 + DV * HID + second, mul(d_out_t, (carry * x).to(OPD), PREC).to(OPD), mask=kept)
         back = mul(d_out, tl.load(now + W2 + second, mask=kept, other=0.0), PREC)
         d_decay, d_x = x * back, decay * back
         back = mul(d_out, tl.load(now + W2 + DV * HID + second, mask=kept, other=0.0), PREC)
@@ -113,13 +106,9 @@ def read_backward_kernel(
             d_z = d_x * x_slope
             d_decay += d_z * by_w
             d_carry += d_z * by_s
-            d_z_op, d_z_w, d_z_s = d_z.to(OPD), (decay * d_z).to(OPD), (carry * d_z).to(OPD)
-            pair_1 = tl.dot(d_z_op, tl.trans(g), pair_1, input_precision=PREC)
-            d_query = tl.dot(d_z_w, tl.trans(w), d_query, input_precision=PREC)
-            d_query = tl.dot(d_z_s, tl.trans(s), d_query, input_precision=PREC)
-            tl.store(to_grad + cells, (-mul(near_t, d_z_op, PREC)).to(OPD), mask=kept)
-            tl.store(to_state + at * SLOT + first_cells, mul(queries_t, d_z_w, PREC).to(OPD), mask=kept)
-            tl.store(to_state + at * SLOT + DK * HID + first_cells, mul(queries_t, d_z_s, PREC).to(OPD), mask=kept)
+            tl.store(to_grad + cells, d_z.to(OPD), mask=kept)
+            d_query = tl.dot((decay * d_z).to(OPD), tl.trans(w), d_query, input_precision=PREC)
+            d_query = tl.dot((carry * d_z).to(OPD), tl.trans(s), d_query, input_precision=PREC)
         else:
             tl.store(dq + (token + t[:, None] * H) * DK + cols[None, :], d_x.to(dq.dtype.element_ty), mask=kept)
         d_decay *= decay
@@ -133,6 +122,41 @@ def read_backward_kernel(
         else:
             d_carry_read += tl.sum(d_carry, 1)
         d_log_read += tl.sum(d_decay, 1)
+    d_out_vec = d_vec + at * VECTORS * B + t
+    tl.store(d_out_vec + LOG_READ * B, d_log_read)
+    tl.debug_barrier()
+
+    # Second pass: the reads' share of the gradients of act(Z), G1 and the start state.
+    far_t = tl.load(turn + square_t)
+    d_out_t = tl.load(dy + (token + t[None, :] * H) * DV + dv[:, None]).to(OPD)
+    alike = tl.zeros((B, B), tl.float32)
+    if DEEP:
+        near_t = tl.load(turn + B * B + square_t)
+        queries_t = tl.load(q + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
+        pair_1 = tl.zeros((B, B), tl.float32)
+    for j in range(tl.cdiv(end, BH)):
+        cols = j * BH + tl.arange(0, BH)
+        kept = (cols < end)[None, :]
+        opened = open_slots(opens_at, cols, width, B)
+        decay, carry = read_scales(vec_at, mix_at, opened, MIXED, PRE, B, BH)
+        cells = at * B * HID + t[:, None] * HID + cols[None, :]
+        second = cols[None, :] * DV + dv[:, None]
+        x = tl.load(to_act + cells, mask=kept, other=0.0)
+        a = tl.load(act + cells, mask=kept, other=0.0)
+        alike = tl.dot(x, tl.trans(a), alike, input_precision=PREC)
+        tl.store(to_act + cells, (-mul(far_t, x, PREC)).to(OPD), mask=kept)
+        x_w, x_s = (decay * x).to(OPD), (carry * x).to(OPD)
+        tl.store(to_state + at * SLOT + W2 + second, mul(d_out_t, x_w, PREC).to(OPD), mask=kept)
+        tl.store(to_state + at * SLOT + W2 + DV * HID + second, mul(d_out_t, x_s, PREC).to(OPD), mask=kept)
+        if DEEP:
+            first_cells = dk[:, None] * HID + cols[None, :]
+            d_z = tl.load(to_grad + cells, mask=kept, other=0.0)
+            g = tl.load(grad + cells, mask=kept, other=0.0)
+            pair_1 = tl.dot(d_z, tl.trans(g), pair_1, input_precision=PREC)
+            tl.store(to_grad + cells, (-mul(near_t, d_z, PREC)).to(OPD), mask=kept)
+            d_z_w, d_z_s = (decay * d_z).to(OPD), (carry * d_z).to(OPD)
+            tl.store(to_state + at * SLOT + first_cells, mul(queries_t, d_z_w, PREC).to(OPD), mask=kept)
+            tl.store(to_state + at * SLOT + DK * HID + first_cells, mul(queries_t, d_z_s, PREC).to(OPD), mask=kept)
 
     eta = tl.load(vec_at + ETA * B + t)
     raw = tl.load(mix_at + square)
@@ -146,8 +170,6 @@ def read_backward_kernel(
     else:
         d_opened = tl.where(t[None, :] == 0, d_carry_read[:, None], 0.0)
     tl.store(d_mix + at * B * B + square, d_share * theta[None, :] + d_opened * eta[None, :])
-    d_out_vec = d_vec + at * VECTORS * B + t
-    tl.store(d_out_vec + LOG_READ * B, d_log_read)
     tl.store(d_out_vec + THETA * B, tl.sum(d_share * raw, 0))
     tl.store(d_out_vec + ETA * B, tl.sum(d_opened * raw, 0))
 
@@ -198,6 +220,7 @@ def write_backward_kernel(
         vec_at = vec + at * VECTORS * B
         opens_at = opens + (row * plan_row + n) * HID
         width = tl.load(plan + (row * plan_row + n) * 2)
+        end = sixteens(width)
         advances = n < rows_full
         now, to_now, d_now = shadow + at * SLOT, to_state + at * SLOT, d_shadow + at * SLOT
         end_w = tl.where(advances, tl.load(vec_at + END_W * B + t), 0.0)[:, None]
@@ -209,9 +232,9 @@ def write_backward_kernel(
         # First pass over the open tiles: all that the gradient of the error is made of.
         by_w2, by_s2 = tl.zeros((B, DV), tl.float32), tl.zeros((B, DV), tl.float32)
         d_error = tl.zeros((B, DV), tl.float32)
-        for j in range(tl.cdiv(width, BH)):
+        for j in range(tl.cdiv(end, BH)):
             cols = j * BH + tl.arange(0, BH)
-            kept = (cols < width)[None, :]
+            kept = (cols < end)[None, :]
             cells = t[:, None] * HID + cols[None, :]
             there = at * B * HID + cells
             second = cols[None, :] * DV + dv[:, None]  # W2 as (dv, tile)
@@ -252,9 +275,10 @@ def write_backward_kernel(
         if DEEP:
             error_t = tl.load(err + at * B * DV + t[None, :] * DV + dv[:, None])
             keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
-        for j in range(tl.cdiv(width, BH)):
+        for j in range(tl.cdiv(end, BH)):
             cols = j * BH + tl.arange(0, BH)
-            kept, shadowed = (cols < width)[None, :], (cols < tl.where(i > 0, width, 0))[None, :]
+            kept, open_ = (cols < end)[None, :], (cols < width)[None, :]
+            shadowed = (cols < tl.where(i > 0, end, 0))[None, :]
             opened = open_slots(opens_at, cols, width, B)
             decay, carry_w, carry_s = end_scales(vec_at, opened, advances, B)
             cells = t[:, None] * HID + cols[None, :]
@@ -270,31 +294,33 @@ def write_backward_kernel(
                 d_z = (so_far + d_a * rise).to(OPD)
                 tl.store(to_z + there, d_z, mask=kept)
                 first_cells = dk[:, None] * HID + cols[None, :]
-                _back(dw1, ds1, to_now, DK * HID, d_now, -SLOT, first_cells, kept, shadowed,
+                _back(dw1, ds1, to_now, DK * HID, d_now, -SLOT, first_cells, kept, open_, shadowed,
                       decay[None, :], carry_w[None, :], carry_s[None, :], mul(keys_t, d_z, PREC))  # fmt: skip
                 change = tl.dot(error_t, tl.load(d_back + cells, mask=kept, other=0.0), change, input_precision=PREC)
             else:
                 d_k = tl.where(t[:, None] >= opened[None, :], so_far + d_a, 0.0)
                 tl.store(dk_out + (token + t[:, None] * H) * DK + cols[None, :], d_k.to(dk_out.dtype.element_ty), mask=kept)
-            _back(dw2, ds2, to_now + W2, DV * HID, d_now + W2, -SLOT, second, kept, shadowed,
+            _back(dw2, ds2, to_now + W2, DV * HID, d_now + W2, -SLOT, second, kept, open_, shadowed,
                   decay[None, :], carry_w[None, :], carry_s[None, :], change)  # fmt: skip
         if i > 0:  # a row that has ended in this chunk, but not in the one before
             before = tl.load(plan + (row * plan_row + n - 1) * 2)
+            tl.debug_barrier()
             start_shadow(dw1, ds1, dw2, ds2, d_now - SLOT, width, before, DK, DV, HID, BH, DEEP)
         tl.debug_barrier()
 
 
 @triton.jit
-def _back(d_w, d_s, to_state, half, d_shadow, previous, cells, kept, shadowed, decay, carry_w, carry_s, change):
+def _back(d_w, d_s, to_state, half, d_shadow, previous, cells, kept, opened, shadowed, decay, carry_w, carry_s, change):
     """One tile of the gradients of W and S from a chunk's end to its start, and their copies for the chunk before."""
     w = tl.load(d_w + cells, mask=kept, other=0.0)
     s = tl.load(d_s + cells, mask=kept, other=0.0)
-    s = carry_w * w + carry_s * s + tl.load(to_state + half + cells, mask=kept, other=0.0).to(tl.float32)
-    w = decay * w + change + tl.load(to_state + cells, mask=kept, other=0.0).to(tl.float32)
-    tl.store(d_w + cells, w, mask=kept)
-    tl.store(d_s + cells, s, mask=kept)
-    tl.store(d_shadow + previous + cells, w.to(d_shadow.dtype.element_ty), mask=shadowed)
-    tl.store(d_shadow + previous + half + cells, s.to(d_shadow.dtype.element_ty), mask=shadowed)
+    new_w = decay * w + change + tl.load(to_state + cells, mask=kept, other=0.0).to(tl.float32)
+    new_s = carry_w * w + carry_s * s + tl.load(to_state + half + cells, mask=kept, other=0.0).to(tl.float32)
+    tl.store(d_w + cells, tl.where(opened, new_w, w), mask=kept)
+    tl.store(d_s + cells, tl.where(opened, new_s, s), mask=kept)
+    d_shadow += previous
+    tl.store(d_shadow + cells, tl.where(opened, new_w, 0.0).to(d_shadow.dtype.element_ty), mask=shadowed)
+    tl.store(d_shadow + half + cells, tl.where(opened, new_s, 0.0).to(d_shadow.dtype.element_ty), mask=shadowed)
 
 
 @triton.jit(do_not_specialize=["first", "count", "G"])
@@ -319,15 +345,16 @@ def rest_backward_kernel(
     vec_at = vec + at * VECTORS * B
     opens_at = opens + (row * plan_row + n) * HID
     width = tl.load(plan + (row * plan_row + n) * 2)
+    end = sixteens(width)
     advances = n < tl.load(full + row)
     now, d_now = shadow + at * SLOT, d_shadow + at * SLOT
     unit += at * 4 * HID
     if DEEP:
         d_key = tl.zeros((B, DK), tl.float32)
         by_w1, by_s1 = tl.zeros((B, DK), tl.float32), tl.zeros((B, DK), tl.float32)
-    for j in range(tl.cdiv(width, BH)):
+    for j in range(tl.cdiv(end, BH)):
         cols = j * BH + tl.arange(0, BH)
-        kept = (cols < width)[None, :]
+        kept = (cols < end)[None, :]
         opened = open_slots(opens_at, cols, width, B)
         decay, _, _ = end_scales(vec_at, opened, advances, B)
         second = cols[None, :] * DV + dv[:, None]

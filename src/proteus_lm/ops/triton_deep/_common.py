@@ -48,6 +48,15 @@ def mul(a, b, PREC: tl.constexpr):
 
 
 @triton.jit
+def sixteens(width):
+    """Whole groups of 16 units that hold `width`: a mask that the compiler knows to be alike for 16 units keeps accesses wide.
+
+    What lies between is 0 in every buffer, and in the state, which alone holds locked values, it is written back unchanged.
+    """
+    return (width + 15) // 16 * 16
+
+
+@triton.jit
 def open_slots(opens, cols, width, B: tl.constexpr):
     """The slot at which each unit of a tile opens; b for what is not open in this chunk."""
     return tl.load(opens + cols, mask=cols < width, other=B)

@@ -22,6 +22,7 @@ from proteus_lm.ops.triton_deep._common import (
     open_slots,
     pointwise,
     read_scales,
+    sixteens,
 )
 
 
@@ -35,8 +36,9 @@ def end_scales(vec, opened, advances, B: tl.constexpr):
 
 
 @triton.jit
-def _copy_tile(state, shadow, cells, mask):
-    tl.store(shadow + cells, tl.load(state + cells, mask=mask, other=0.0).to(shadow.dtype.element_ty), mask=mask)
+def _copy_tile(state, shadow, cells, mask, opened):
+    x = tl.where(opened, tl.load(state + cells, mask=mask, other=0.0), 0.0)
+    tl.store(shadow + cells, x.to(shadow.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -44,32 +46,33 @@ def start_shadow(
     w1, s1, w2, s2, shadow, low, high,
     DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Copy the state of the units [low, high) to the shadow of a chunk that opens them."""
-    for j in range(low // BH, tl.cdiv(high, BH)):
+    """Copy the state of the units [low, high) to the shadow of a chunk that opens them, with 0 up to the next 16."""
+    low, end = low // 16 * 16, sixteens(high)
+    for j in range(low // BH, tl.cdiv(end, BH)):
         cols = j * BH + tl.arange(0, BH)
-        mine = (cols >= low) & (cols < high)
+        mine, opened = (cols >= low) & (cols < end), cols < high
         if DEEP:
             cells = tl.arange(0, DK)[:, None] * HID + cols[None, :]
-            _copy_tile(w1, shadow, cells, mine[None, :])
-            _copy_tile(s1, shadow + DK * HID, cells, mine[None, :])
+            _copy_tile(w1, shadow, cells, mine[None, :], opened[None, :])
+            _copy_tile(s1, shadow + DK * HID, cells, mine[None, :], opened[None, :])
         second = cols[:, None] * DV + tl.arange(0, DV)[None, :]
         to = shadow + (2 * DK * HID if DEEP else 0)
-        _copy_tile(w2, to, second, mine[:, None])
-        _copy_tile(s2, to + DV * HID, second, mine[:, None])
+        _copy_tile(w2, to, second, mine[:, None], opened[:, None])
+        _copy_tile(s2, to + DV * HID, second, mine[:, None], opened[:, None])
 
 
 @triton.jit
-def _update(state_w, state_s, shadow, next_shadow_w, next_shadow_s, cells, kept, shadowed, decay, carry_w, carry_s, to_w, to_s, x,
+def _update(state_w, state_s, shadow, next_w, next_s, cells, kept, opened, shadowed, decay, carry_w, carry_s, to_w, to_s, x,
             PREC: tl.constexpr):  # fmt: skip
     """One tile of W and S to the chunk's end: shares of themselves, less the tokens' gradients (to_w x, to_s x)."""
     w = tl.load(state_w + cells, mask=kept, other=0.0)
     s = tl.load(state_s + cells, mask=kept, other=0.0)
-    w = decay * w + carry_w * s - mul(to_w, x, PREC)
-    s = carry_s * s - mul(to_s, x, PREC)
-    tl.store(state_w + cells, w, mask=kept)
-    tl.store(state_s + cells, s, mask=kept)
-    tl.store(shadow + next_shadow_w + cells, w.to(shadow.dtype.element_ty), mask=shadowed)
-    tl.store(shadow + next_shadow_s + cells, s.to(shadow.dtype.element_ty), mask=shadowed)
+    new_w = decay * w + carry_w * s - mul(to_w, x, PREC)
+    new_s = carry_s * s - mul(to_s, x, PREC)
+    tl.store(state_w + cells, tl.where(opened, new_w, w), mask=kept)
+    tl.store(state_s + cells, tl.where(opened, new_s, s), mask=kept)
+    tl.store(shadow + next_w + cells, tl.where(opened, new_w, 0.0).to(shadow.dtype.element_ty), mask=shadowed)
+    tl.store(shadow + next_s + cells, tl.where(opened, new_s, 0.0).to(shadow.dtype.element_ty), mask=shadowed)
 
 
 @triton.jit(do_not_specialize=["first", "count", "G"])
@@ -105,6 +108,7 @@ def write_kernel(
         vec_at = vec + at * VECTORS * B
         opens_at = opens + (row * plan_row + n) * HID
         width = tl.load(plan_at + 2 * i)
+        end = sixteens(width)
         advances = n < rows_full
         now = shadow + i * SLOT
         act_at, grad_at = act + at * B * HID, grad + at * B * HID
@@ -113,9 +117,9 @@ def write_kernel(
         # First pass over the open tiles: activations, and the error of what they add up to.
         found = tl.zeros((B, DV), tl.float32)
         keys = tl.load(rows_k + dk[None, :]).to(OPD)
-        for j in range(tl.cdiv(width, BH)):
+        for j in range(tl.cdiv(end, BH)):
             cols = j * BH + tl.arange(0, BH)
-            open_ = cols < width
+            open_ = cols < end
             opened = open_slots(opens_at, cols, width, B)
             mine = t[:, None] >= opened[None, :]
             cells = t[:, None] * HID + cols[None, :]
@@ -145,15 +149,15 @@ def write_kernel(
         if DEEP:
             keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(tl.float32)
             keys_w, keys_s = (keys_t * end_w[None, :]).to(OPD), (keys_t * end_s[None, :]).to(OPD)
-        to_shadow = tl.where(i + 1 < count, width, 0)
-        for j in range(tl.cdiv(width, BH)):
+        to_shadow = tl.where(i + 1 < count, end, 0)
+        for j in range(tl.cdiv(end, BH)):
             cols = j * BH + tl.arange(0, BH)
-            open_ = cols < width
+            open_ = cols < end
             opened = open_slots(opens_at, cols, width, B)
             decay, carry_w, carry_s = end_scales(vec_at, opened, advances, B)
             cells = t[:, None] * HID + cols[None, :]
             second = cols[None, :] * DV + dv[:, None]  # W2 as (dv, tile)
-            kept, shadowed = open_[None, :], (cols < to_shadow)[None, :]
+            kept, opened_end, shadowed = open_[None, :], (cols < width)[None, :], (cols < to_shadow)[None, :]
             if DEEP:
                 w = tl.load(now + W2 + second, mask=kept, other=0.0)
                 back = mul(error, w, PREC)
@@ -163,15 +167,16 @@ def write_kernel(
                     c = tl.load(bend_at + cells, mask=kept, other=0.0).to(tl.float32)
                     tl.store(bend_at + cells, (back * c).to(OPD), mask=kept)
                 _update(
-                    w1, s1, now, SLOT, SLOT + DK * HID, dk[:, None] * HID + cols[None, :], kept, shadowed,
+                    w1, s1, now, SLOT, SLOT + DK * HID, dk[:, None] * HID + cols[None, :], kept, opened_end, shadowed,
                     decay[None, :], carry_w[None, :], carry_s[None, :], keys_w, keys_s, g, PREC,
                 )  # fmt: skip
             a = tl.load(act_at + cells, mask=kept, other=0.0)
             _update(
-                w2, s2, now, SLOT + W2, SLOT + W2 + DV * HID, second, kept, shadowed,
+                w2, s2, now, SLOT + W2, SLOT + W2 + DV * HID, second, kept, opened_end, shadowed,
                 decay[None, :], carry_w[None, :], carry_s[None, :], error_w, error_s, a, PREC,
             )  # fmt: skip
         if i + 1 < count:
+            tl.debug_barrier()
             start_shadow(w1, s1, w2, s2, now + SLOT, width, tl.load(plan_at + 2 * i + 2), DK, DV, HID, BH, DEEP)
         tl.debug_barrier()
 
@@ -197,6 +202,7 @@ def read_kernel(
     vec_at, mix_at, now = vec + at * VECTORS * B, mix + at * B * B, shadow + at * SLOT
     opens_at = opens + (row * plan_row + n) * HID
     width = tl.load(plan + (row * plan_row + n) * 2)
+    end = sixteens(width)
     if tl.load(plan + (row * plan_row + n) * 2 + 1) != MIXED:
         return
     share = tl.load(mix_at + t[:, None] * B + t[None, :]) * tl.load(vec_at + THETA * B + t)[None, :]
@@ -206,9 +212,9 @@ def read_kernel(
         near = (share * mul(queries, keys_t, PREC)).to(OPD)
     alike = tl.zeros((B, B), tl.float32)
     out = tl.zeros((B, DV), tl.float32)
-    for j in range(tl.cdiv(width, BH)):
+    for j in range(tl.cdiv(end, BH)):
         cols = j * BH + tl.arange(0, BH)
-        open_ = cols < width
+        open_ = cols < end
         opened = open_slots(opens_at, cols, width, B)
         mine = t[:, None] >= opened[None, :]
         decay, carry = read_scales(vec_at, mix_at, opened, MIXED, PRE, B, BH)

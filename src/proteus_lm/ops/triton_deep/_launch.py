@@ -19,6 +19,16 @@ from proteus_lm.ops.triton_deep._forward import read_kernel, write_kernel
 from proteus_lm.ops.triton_deep._gates import gates_backward_kernel, gates_kernel
 
 SEGMENT = 16  # chunks whose start states are held at once
+TILE = 32  # hidden units worked on at once: what a locked block saves comes in these steps
+# Warps and pipeline stages of each kernel. More than 4 warps would only repeat each other's work on products of 64 rows.
+LAUNCH = {
+    "gates": {"num_warps": 1},
+    "write": {"num_warps": 4, "num_stages": 2},
+    "read": {"num_warps": 4, "num_stages": 2},
+    "read_backward": {"num_warps": 4, "num_stages": 1},
+    "write_backward": {"num_warps": 4, "num_stages": 2},
+    "rest_backward": {"num_warps": 4, "num_stages": 1},
+}
 
 
 class Problem(NamedTuple):
@@ -52,8 +62,8 @@ class Problem(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Hidden units worked on at once: what a locked block saves comes in these steps."""
-        return min(32, max(16, triton.next_power_of_2(self.hidden)))
+        """Hidden units worked on at once."""
+        return min(TILE, max(16, triton.next_power_of_2(self.hidden)))
 
     @property
     def cells(self) -> int:
@@ -132,7 +142,7 @@ def _gates(problem: Problem, gates: Sequence[Tensor], plan: Plan, buffers: Buffe
     gates_kernel[(count, problem.programs)](
         *gates, plan.active, buffers.mix, buffers.passed, buffers.vec,
         first, problem.tokens, problem.heads, problem.segment, plan.strides()[0],
-        B=problem.chunk, PRE=problem.pre, KEEP=keep, num_warps=1,
+        B=problem.chunk, PRE=problem.pre, KEEP=keep, **LAUNCH["gates"],
     )  # fmt: skip
 
 
@@ -151,7 +161,7 @@ def _write(
         tokens[1], tokens[2], buffers.vec, plan.plan, plan.opens, plan.full, w1, s1, w2, s2,
         buffers.shadow, buffers.act, buffers.slope, buffers.grad, buffers.bend, buffers.err,
         first, count, problem.tokens, problem.heads, problem.segment, plan.strides()[1],
-        **problem.sizes(ACT=problem.function, KEEP=keep), num_warps=4, num_stages=2,
+        **problem.sizes(ACT=problem.function, KEEP=keep), **LAUNCH["write"],
     )  # fmt: skip
 
 
@@ -184,7 +194,7 @@ def forward(
             read_kernel[(count, problem.programs)](
                 q, k, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err, y,
                 first, problem.tokens, problem.heads, problem.segment, plan.strides()[1],
-                **problem.sizes(ACT=problem.function, PRE=problem.pre, MIXED=mixed), num_warps=4, num_stages=2,
+                **problem.sizes(ACT=problem.function, PRE=problem.pre, MIXED=mixed), **LAUNCH["read"],
             )  # fmt: skip
     return y, saved
 
@@ -220,22 +230,22 @@ def backward(
                 q, k, dy, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err,
                 dq, buffers.to_act, buffers.to_grad, buffers.to_state, buffers.to_err, buffers.to_k, buffers.d_mix, buffers.d_vec,
                 buffers.unit, buffers.turned, first, *sizes, strides[1],
-                **problem.sizes(ACT=problem.function, PRE=problem.pre, MIXED=mixed), num_warps=4, num_stages=1,
+                **problem.sizes(ACT=problem.function, PRE=problem.pre, MIXED=mixed), **LAUNCH["read_backward"],
             )  # fmt: skip
         write_backward_kernel[(problem.programs,)](
             k, buffers.vec, plan.plan, plan.opens, plan.full, buffers.shadow, buffers.act, buffers.slope, buffers.bend, buffers.err,
             buffers.to_act, buffers.to_grad, buffers.to_state, buffers.to_err, *_four(d_state), buffers.d_shadow, dk, dv,
             buffers.d_vec, buffers.to_z, buffers.d_back, buffers.d_err, first, count, *sizes, strides[1],
-            **problem.sizes(), num_warps=4, num_stages=1,
+            **problem.sizes(), **LAUNCH["write_backward"],
         )  # fmt: skip
         rest_backward_kernel[grid](
             k, buffers.vec, plan.plan, plan.opens, plan.full, buffers.shadow, buffers.d_shadow, buffers.grad, buffers.to_z,
             buffers.to_k, dk, buffers.d_vec, buffers.unit, first, *sizes, strides[1],
-            **problem.sizes(), num_warps=4, num_stages=1,
+            **problem.sizes(), **LAUNCH["rest_backward"],
         )  # fmt: skip
         gates_backward_kernel[grid](
             *gates, plan.active, buffers.mix, buffers.passed, buffers.d_mix, buffers.d_vec, buffers.unit, plan.plan, plan.opens,
             *d_gates, first, *sizes, *strides, HID=problem.hidden, B=problem.chunk, BH=problem.tile,
-            PRE=problem.pre, num_warps=1,
+            PRE=problem.pre, **LAUNCH["gates"],
         )  # fmt: skip
     return [dq, dk, dv, *d_gates]

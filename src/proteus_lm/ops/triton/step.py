@@ -1,0 +1,124 @@
+"""One token of decoding in one kernel: gate, update and read; locked coordinates are neither loaded nor stored.
+
+The open length is read on the device, so that rows of a batch stand at their own positions, nothing waits for the host, and a CUDA
+graph replays it at any position.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RULES = {"retention": (False, False), "delta_rule": (True, False), "gated_delta_rule": (True, True), "comba": (True, False)}
+
+
+@triton.jit
+def advance(
+    q, k, p, v, g, beta, state, active, out, scale,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, HAS_G: tl.constexpr, DECAYED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """BV columns of one head's state (N, H, K, V), fp32, in place."""
+    lane = (tl.program_id(0) % (tl.num_programs(0) // ((V + BV - 1) // BV))).to(tl.int64)
+    tile = tl.program_id(0) // (tl.num_programs(0) // ((V + BV - 1) // BV))
+    row = tl.arange(0, BK)
+    column = tile * BV + tl.arange(0, BV)
+    keys = K
+    values = V
+    if KEY:
+        keys = tl.load(active + lane // H).to(tl.int32)
+    if VALUE:
+        values = tl.load(active + lane // H).to(tl.int32)
+    if tile * BV >= values:  # a shut tile
+        tl.store(out + lane * V + column, tl.zeros([BV], out.dtype.element_ty), mask=column < V)
+        return
+    inside = row < keys
+    at = state + lane * K * V + row[:, None] * V + column[None, :]
+    mask = inside[:, None] & (column < values)[None, :]
+    s = tl.load(at, mask=mask, other=0.0)
+    b_k = tl.load(k + lane * K + row, mask=inside, other=0.0).to(tl.float32)
+    b_q = tl.load(q + lane * K + row, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(v + lane * V + column, mask=column < values, other=0.0).to(tl.float32)
+    decay = 1.0
+    if HAS_G:
+        decay = tl.exp(tl.load(g + lane).to(tl.float32))
+    if DELTA:
+        b_p = tl.load(p + lane * K + row, mask=inside, other=0.0).to(tl.float32)
+        guess = tl.sum(s * b_p[:, None], 0)
+        if DECAYED:
+            guess *= decay
+        u = (u - guess) * tl.load(beta + lane).to(tl.float32)
+    s = s * decay + b_k[:, None] * u[None, :]
+    tl.store(at, s, mask=mask)
+    y = tl.sum(s * b_q[:, None], 0) * scale
+    tl.store(out + lane * V + column, y.to(out.dtype.element_ty), mask=column < V)
+
+
+@torch.library.custom_op("proteus_triton::step", mutates_args=("state",))
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    active: Tensor | None,
+    rule: str,
+    axis: str,
+    scale: float,
+) -> Tensor:
+    """o (N, H, V) for q, k, p (N, H, K), v (N, H, V), g, beta (N, H); `state` (N, H, K, V), fp32 and contiguous, moves on in place.
+
+    Args:
+        active: int (N,), open coordinates of each row; None for all.
+    """
+    rows, heads, keys = q.shape
+    values = v.shape[-1]
+    tile = min(32, max(4, triton.next_power_of_2(values)))
+    delta, decayed = RULES[rule]
+    out = torch.empty_like(v)
+    advance[(rows * heads * triton.cdiv(values, tile),)](
+        *(q, k, k if p is None else p, v, g, beta, state, active, out, scale),
+        **{"H": heads, "K": keys, "V": values, "BK": triton.next_power_of_2(keys), "BV": tile},
+        **{"DELTA": delta, "HAS_G": g is not None, "DECAYED": decayed},
+        **{"KEY": active is not None and axis == "key", "VALUE": active is not None and axis == "value"},
+        num_warps=4,
+    )
+    return out
+
+
+@step.register_fake
+def _(q, k, v, p, g, beta, state, active, rule, axis, scale):  # noqa: ANN001, ANN202
+    return torch.empty_like(v)
+
+
+def run_step(
+    rule: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    active: Tensor | None,
+    axis: str,
+    scale: float | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    """`step` on a copy of the state, or with `inplace` on the state itself; inference only, no gradient.
+
+    Raises:
+        ValueError: for a state that is not fp32, or not contiguous where it must move in place.
+    """
+    if state.dtype != torch.float32:
+        raise ValueError(f"the state is {state.dtype}; the decoding kernel keeps it in float32")
+    if inplace and not state.is_contiguous():
+        raise ValueError("the state is not contiguous; call .contiguous() once and keep the result, or use inplace=False")
+    state = state if inplace else state.contiguous().clone()
+    q, k, v, p, g, beta = (x if x is None else x.contiguous() for x in (q, k, v, p, g, beta))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return step(q, k, v, p, g, beta, state, active, rule, axis, scale), state

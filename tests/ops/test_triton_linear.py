@@ -1,0 +1,57 @@
+"""The Triton kernels of the linear memories in Triton's interpreter, against the token-by-token oracle in fp64.
+
+The interpreter is chosen when Triton is first imported, so the cases run in a process of their own (`triton_linear_cases.py`): one
+process, one line of JSON a case. bf16 is not to be had there; the GPU runs of benchmarks/ops.py check it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from proteus_lm.ops import triton as kernels
+from tests.ops.triton_linear_cases import CASES, STEPS
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed")
+# Root mean square error over a tensor, relative. fp32 runs exact products here; what is left is the rounding of the cumulative log
+# decay, which at -50 a token reaches 1600 in a chunk (unit in the last place 1.2e-4). fp16 has 10 bits.
+LIMITS = {"float32": 1e-5, "float32, strong decay": 1e-3, "float16": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, float]]:
+    script = Path(__file__).with_name("triton_linear_cases.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {row["name"]: row["errors"] for row in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_states_and_all_gradients_agree_with_the_oracle(name, measured):
+    case = CASES[name]
+    strong = case.get("decay", 1.0) > 10
+    limit = LIMITS[case.get("dtype", "float32") + (", strong decay" if strong and "dtype" not in case else "")]
+    wrong = {tensor: error for tensor, error in measured[name].items() if not error < limit}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_decoding_step_agrees_and_leaves_locked_coordinates_alone(name, measured):
+    assert {k: e for k, e in measured[name].items() if not e < 1e-5} == {}
+
+
+def test_refusals_name_their_reason():
+    q = torch.zeros(1, 4, 1, 8)
+    assert "no Triton kernel" in kernels.refuse("titans_memory", (q,))
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        assert "cpu" in kernels.refuse("comba", (q, q, q, q, q[..., 0], q[..., 0]))
+    meta = torch.zeros(1, 4, 1, 300, device="meta")
+    assert kernels.refuse("retention", (meta, meta, meta, meta[..., 0])) is not None
