@@ -59,11 +59,13 @@ class Case:
 
 CHECKS = [
     Case("bf16", T=256),
-    Case("bf16 mixed", T=200, B=2, blocks=16, context=190, offset=70, alpha=0.99),
+    Case("bf16 mixed", T=120, B=2, blocks=16, context=110, offset=70, alpha=0.99),
+    Case("bf16 mixed mild", T=120, B=2, blocks=16, context=110),
+    Case("tf32 mixed", T=120, B=2, blocks=16, context=110, offset=70, alpha=0.99, dtype="float32"),
     Case("bf16 aligned", T=320, blocks=5, context=320, read="pre", function="silu", eta=0.0, alpha=0.0),
-    Case("tf32", T=200, B=2, blocks=16, context=190, dtype="float32"),
+    Case("tf32", T=200, dtype="float32"),
     Case("tf32 d32 chunk16", T=65, d=32, chunk=16, dtype="float32", function="silu"),
-    Case("bf16 depth1 d128", T=200, d=128, depth=1, blocks=8, context=150),
+    Case("depth1 d128", T=120, H=16, d=128, depth=1, blocks=8, context=90),
     Case("bf16 d128", T=200, d=128, hidden=512),
     Case("bf16 chunk128", T=300, chunk=128),
     Case("bf16 one token", T=1),
@@ -119,14 +121,14 @@ def active_of(case: Case) -> Tensor:
 
 
 def tune(text: str) -> None:
-    """Override warps, stages, tile or segment: JSON such as {"write": {"num_warps": 8}, "TILE": 64, "SEGMENT": 8}."""
+    """Override launch options or the segment: JSON such as {"write": {"num_warps": 4, "BH": 32}, "SEGMENT": 8}."""
     from proteus_lm.ops.triton_deep import _launch, _operator
 
     for name, value in json.loads(text or "{}").items():
         if name in _launch.LAUNCH:
-            _launch.LAUNCH[name] = value
+            _launch.LAUNCH[name].update(value)
         else:
-            setattr(_operator if name == "SEGMENT" else _launch, name, value)
+            setattr(_operator, name, value)
 
 
 def warm(task: tuple[Case, str, str]) -> str:
@@ -154,6 +156,12 @@ def _compile(small: Case) -> str:
     torch.autograd.grad(out[0].sum() + sum(t.sum() for t in out[1:]), [*tokens, *weights])
     torch.cuda.synchronize()
     return ""
+
+
+def distinct(cases: list[Case]) -> list[Case]:
+    """One case of each set that needs the same compiled kernels."""
+    key = lambda c: (c.H % 16, c.d, c.hidden, c.depth, c.chunk, c.dtype, c.read, c.function)  # noqa: E731
+    return list({key(c): c for c in reversed(cases)}.values())
 
 
 def errors(case: Case) -> dict[str, float]:
@@ -251,15 +259,18 @@ def main() -> None:
     parser.add_argument("--check", default="", help="check the cases whose name starts with this")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
-    parser.add_argument("--tune", default="", help="JSON: other warps and stages of kernels, TILE, SEGMENT")
+    parser.add_argument("--tune", default="", help="JSON: other launch options of kernels, SEGMENT")
+    parser.add_argument("--also", action="append", default=[], help="JSON as --tune: time the first case so too, last")
     options = parser.parse_args()
     import triton
 
     tune(options.tune)
     checks = [] if options.no_check else [c for c in CHECKS if c.name.startswith(options.check)]
     times = [] if options.no_time else [c for c in TIMES if c.name.startswith(options.only)]
-    tasks = [(case, name, options.tune) for case in (*checks, *times) for names in KERNELS.values() for name in names]
-    # Slow ones first. Cases of equal constants find each other's kernels in Triton's cache on disk.
+    names = [name for part in KERNELS.values() for name in part]
+    tasks = [(case, name, options.tune) for case in distinct([*times, *checks]) for name in names]
+    tasks += [(times[0], name, text) for text in options.also for name in names if name.removesuffix("_kernel") in text]
+    # Slow ones first.
     tasks.sort(key=lambda t: -("backward" in t[1]) - 2 * ("read_backward" in t[1]))
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         for message in filter(None, pool.map(warm, tasks)):
@@ -294,6 +305,11 @@ def main() -> None:
         for name, ms in row.get("kernels_ms", {}).items():
             print(f"    {ms:8.3f} {name}", flush=True)
         report["times"].append(row)
+    for text in options.also:
+        tune(text)
+        row = measure(times[0], profile=True)
+        report["times"].append({**row, "tune": text})
+        print(f"{text}: f {row['f_ms']:.2f} ms, f+b {row['fb_ms']:.2f} ms, {row['kernels_ms']}", flush=True)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         target = options.out / f"titans-{card['card'].replace(' ', '-')}.json"

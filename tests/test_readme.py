@@ -96,6 +96,17 @@ def test_fields_in_the_choices_page_are_fields_of_the_configuration():
     assert named - {"scale"} <= fields  # `scale` is an argument of the operations
 
 
+def test_the_readme_and_the_state_page_name_every_mixer_and_no_other():
+    from proteus_lm.mixers import registry
+
+    (row,) = re.findall(r"(?m)^\| `mixer: \.\.\.` \|(.*)$", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert set(re.findall(r"`(\w+)`", row)) == set(registry)
+    table = (ROOT / "docs" / "state.md").read_text(encoding="utf-8").split("| mixer |")[1].split("\n\n")[0]
+    assert {
+        name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
+    } == set(registry)
+
+
 # The import rule.
 
 

@@ -69,6 +69,8 @@ def tensors(state: Any) -> list[Tensor]:
 def assert_near(got: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
     """Root mean square of the difference, relative to `wanted`'s: design.md's tolerances, 1e-10 in fp64 and 1e-5 in fp32."""
     assert got.shape == wanted.shape
+    if not wanted.numel():  # a state without a convolution
+        return
     tolerance = tolerance or (1e-10 if wanted.dtype == torch.float64 else 1e-5)
     scale = wanted.double().square().mean().sqrt().clamp(min=1e-3)
     error = (got.double() - wanted.double()).square().mean().sqrt() / scale

@@ -32,12 +32,8 @@ def test_steps_equal_the_chunk_form_at_every_token(depth, read, memory_activatio
     case, plan = make(3, 71, depth=depth), schedule(blocks, context)
     options = {"read": read, "memory_activation": memory_activation}
     common = {"chunk": chunk, "initial_state": case.state, "output_final_state": True, **options}
-    whole, final = titans_memory(
-        *case.tokens, case.weights, activation=plan.activation(case.units, 71, offset=OFFSETS), **common
-    )
-    _, state = titans_memory(
-        *case.piece(0, 1), case.weights, activation=plan.activation(case.units, 1, offset=OFFSETS), **common
-    )
+    whole, final = titans_memory(*case.tokens, case.weights, activation=plan.activation(case.units, 71, offset=OFFSETS), **common)
+    _, state = titans_memory(*case.piece(0, 1), case.weights, activation=plan.activation(case.units, 1, offset=OFFSETS), **common)
     steps, state = decode(case, state, plan, 1, 71, **options)
     torch.testing.assert_close(steps, whole[:, 1:], rtol=0, atol=EXACT)
     assert_same_state(state, final)

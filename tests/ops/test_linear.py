@@ -41,10 +41,10 @@ def schedule(context: int = 60) -> ActivationSchedule:
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize("tile", [64, 7])
+@pytest.mark.parametrize("tile", [32, 7])
 @pytest.mark.parametrize("row", FILES, ids=lambda r: r["file"])
 def test_equals_right_values(row, tile, monkeypatch):
-    monkeypatch.setattr(_linear, "TILE", tile)
+    monkeypatch.setitem(_linear.TILES, "cpu", tile)
     vector = vectors.load(row)
     inputs = {n: x.requires_grad_() for n, x in vector.inputs.items()}
     out, state = call(vector.operation, inputs, **vector.keywords)
@@ -59,7 +59,7 @@ def test_equals_right_values(row, tile, monkeypatch):
 
 @each_rule
 @each_axis
-@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 63, 64, 65, 130])
 def test_equals_the_oracle_with_every_gradient(rule, axis, tokens):
     inputs, state = make(rule, 2, tokens), make_state(rule, 2)
     activation = schedule().activation(DIM[axis], tokens, offset=torch.tensor([7, 0]))  # unlocks at 15, 30, 45: inside a tile
@@ -68,9 +68,9 @@ def test_equals_the_oracle_with_every_gradient(rule, axis, tokens):
 
 
 @each_rule
-@pytest.mark.parametrize("tile", [1, 2, 5, 16, 200])
+@pytest.mark.parametrize("tile", [1, 2, 5, 16, 64])
 def test_equals_the_oracle_whatever_the_tile(rule, tile, monkeypatch):
-    monkeypatch.setattr(_linear, "TILE", tile)
+    monkeypatch.setitem(_linear.TILES, "cpu", tile)
     inputs, state = make(rule, 3, 37), make_state(rule, 3)
     activation = schedule().activation(KEYS, 37)
     ours = everything(rule, inputs, state, activation=activation)
@@ -135,7 +135,7 @@ def test_any_split_gives_what_one_call_gives(rule, axis, offset):
 
 @each_rule
 @each_axis
-@pytest.mark.parametrize("token", [1, 14, 15, 63, 64, 75])
+@pytest.mark.parametrize("token", [1, 14, 15, 63, 64, 76, 77])
 def test_a_token_changes_nothing_before_it_and_something_behind(rule, axis, token):
     inputs = make(rule, 1, 80)
     activation = schedule().activation(DIM[axis], 80)
@@ -295,7 +295,7 @@ def test_swla_in_one_pass_equals_one_pass_a_window_slot(axis):
 
 @pytest.mark.parametrize("c", [1, 2, 5])
 def test_swla_windows_of_any_length_cross_tiles_and_documents(c, monkeypatch):
-    monkeypatch.setattr(_linear, "TILE", 3)  # shorter than the window
+    monkeypatch.setitem(_linear.TILES, "cpu", 3)  # shorter than the window
     inputs, state = make("swla", 1, 40, c=c), make_state("swla", 3, c=c)
     cu_seqlens = torch.tensor([0, 2, 23, 40])
     keywords = {"cu_seqlens": cu_seqlens, "activation": schedule(20).activation(KEYS, 40, cu_seqlens=cu_seqlens)}
@@ -324,8 +324,8 @@ def test_inputs_may_be_views_and_stay_as_they_are(rule):
 
 @each_rule
 def test_gradients_pass_gradcheck(rule):
-    inputs, state = make(rule, 2, 5, keys=4, values=3), make_state(rule, 2, keys=4, values=3)
-    activation = ActivationSchedule(2, 6).activation(4, 5, offset=torch.tensor([0, 1]))
+    inputs, state = make(rule, 2, 4, keys=3, values=2), make_state(rule, 2, keys=3, values=2)
+    activation = ActivationSchedule(2, 6).activation(3, 4, offset=torch.tensor([0, 1]))
     tensors = [x.requires_grad_() for x in (*inputs.values(), *leaves(state))]
 
     def flat(*xs):

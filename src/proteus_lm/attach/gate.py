@@ -97,12 +97,22 @@ class LayerGate:
         schedule: when they open.
         axis: "key" or "value".
         norm_order: "norm_then_mask" or "mask_then_norm".
+        paired: coordinates i and i + dim/2 are a rotary pair and open together, pair by pair.
     """
 
-    def __init__(self, name: str, layer: Layer, dim: int, schedule: ActivationSchedule, axis: str, norm_order: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        layer: Layer,
+        dim: int,
+        schedule: ActivationSchedule,
+        axis: str,
+        norm_order: str,
+        paired: bool,
+    ) -> None:
         self.name, self.layer, self.dim = name, layer, dim
         self.schedule, self.axis, self.norm_order = schedule, axis, norm_order
-        self.paired = layer.rotary and axis == "key"
+        self.paired = paired
         self.names: tuple[str, ...] = ()
         self.handles: list[Any] = []
 

@@ -138,9 +138,11 @@ def _gate(name: str, module: nn.Module, layer: Layer, schedule: ActivationSchedu
         raise ValueError(f"{name} ({kind}) has {dim} {axis} coordinates, fewer than {schedule.blocks} blocks; use at most {dim}")
     if norm_order == "mask_then_norm" and not normalises(module, layer):
         raise ValueError(f"{name} ({kind}) does not normalise keys in its rule, which norm_order='mask_then_norm' needs")
-    if layer.rotary and axis == "key" and (dim % 2 or dim // schedule.blocks % 2) and schedule.blocks > 1:
+    paired = layer.rotary and axis == "key"
+    if paired and schedule.blocks > 1 and (dim % 2 or dim // schedule.blocks % 2):
         raise ValueError(
             f"{name} ({kind}) turns keys in rotary pairs, and blocks of {dim // schedule.blocks} of {dim} coordinates cut a pair; "
             f"use blocks of an even size, or axis='value'"
         )
-    return LayerGate(name, layer, dim, schedule, axis, norm_order)
+    halves = paired and not getattr(module.rotary, "interleaved", False)  # pairs (i, i + K/2), or neighbours already
+    return LayerGate(name, layer, dim, schedule, axis, norm_order, halves)

@@ -105,9 +105,8 @@ def write(k: Tensor, v: Tensor, weights: Sequence[Tensor], act: Pointwise, mask:
     x, z, slope = [_taken(k, weights, mask)], [], []
     for weight in weights[:-1]:
         z.append(x[-1].bmm(weight))
-        value, rise = act.value_and_slope(z[-1])
-        x.append(_open(value, mask))
-        slope.append(_open(rise, mask))
+        x.append(_open(act.value(z[-1]), mask))
+        slope.append(_slope(z[-1], act, mask))
     g, h = [torch.baddbmm(v, x[-1], weights[-1], beta=-1)], []
     for weight, rise in zip(reversed(weights[1:]), reversed(slope)):
         h.insert(0, g[0].bmm(weight.mT))
@@ -138,12 +137,10 @@ def read(
         z.baddbmm_(scales.mix * similarity, written.g[layer], alpha=-1)
         reading.similarity.append(similarity)
         reading.kept.append(kept)
-        if layer < depth - 1 and keep:
-            value, slope = act.value_and_slope(z)
-            reading.x.append(_open(value, mask))
-            reading.slope.append(_open(slope, mask))
-        elif layer < depth - 1:
+        if layer < depth - 1:
             reading.x.append(_open(act.value(z), mask))
+            if keep:
+                reading.slope.append(_slope(z, act, mask))
     return z, reading
 
 
@@ -152,8 +149,11 @@ def advance(weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Writ
     for layer, place in enumerate(places(len(weights))):
         w, s, x, g = weights[layer], momentum[layer], written.x[layer], written.g[layer]
         decay, carry, keep = (by_entry(t, place) for t in (scales.end_decay, scales.end_carry, scales.end_momentum))
-        w.mul_(decay).addcmul_(s, carry).baddbmm_((x * scales.end_mix).mT, g, alpha=-1)
-        s.mul_(keep).baddbmm_((x * scales.end_momentum_mix).mT, g, alpha=-1)
+        w.mul_(decay).addcmul_(s, carry)
+        s.mul_(keep)
+        for state, mix in ((w, scales.end_mix), (s, scales.end_momentum_mix)):
+            pair = (x * mix, g) if x.shape[-1] <= g.shape[-1] else (x, g * mix)
+            state.baddbmm_(pair[0].mT, pair[1], alpha=-1)
 
 
 class Gradients(NamedTuple):
@@ -187,6 +187,7 @@ def backward(
     """
     depth, mask = len(weights), scales.mask
     sums = Scales._make([*(torch.zeros_like(t) for t in scales[:8]), None])
+    less = -scales.mix
     to_x: list[Tensor] = [grad] * depth
     to_g: list[Tensor] = [grad] * depth
     for layer in range(depth - 1, -1, -1):
@@ -195,15 +196,15 @@ def backward(
         to_w, to_s = grad_weights[layer], grad_momentum[layer]
         pair = grad.bmm(g.mT)
         sums.mix.addcmul_(pair, similarity, value=-1)
-        pair.mul_(scales.mix)
-        to_g[layer] = (similarity * scales.mix).mT.bmm(grad).neg_()
-        to_x[layer] = pair.mT.bmm(x).neg_()
+        pair.mul_(less)
+        to_g[layer] = (similarity * less).mT.bmm(grad)
+        to_x[layer] = pair.mT.bmm(x)
         if advanced:
             _end_rows_backward(to_w, to_s, written_x, g, scales, sums, to_x[layer], to_g[layer])
             _end_state_backward(to_w, to_s, w, s, scales, sums, place)
-        grad = _remembered_backward(grad, x, w, s, scales, sums, _side(place, w, mask), reading.kept[layer], to_w, to_s).baddbmm_(
-            pair, written_x, alpha=-1
-        )
+        kept = reading.kept[layer]
+        grad = _remembered_backward(grad, x, w, s, scales, sums, _side(place, w, mask), kept, to_w, to_s)
+        grad.baddbmm_(pair, written_x)
         if layer:
             grad.mul_(reading.slope[layer - 1])
     to_k, to_v = _write_backward(to_x, to_g, grad_weights, weights, written, act, mask)
@@ -227,7 +228,7 @@ def _write_backward(
     for layer in range(depth - 1):
         grad, slope = to_g[layer], written.slope[layer]
         to_h = grad * slope
-        to_z.append(_open(act.bend(written.z[layer]).mul_(grad).mul_(written.h[layer]), mask))
+        to_z.append(_open(act.bend(grad.mul_(written.h[layer]), written.z[layer]), mask))
         to_g[layer + 1].baddbmm_(to_h, weights[layer + 1])
         to_weights[layer + 1].baddbmm_(to_h.mT, written.g[layer + 1])
     last = to_g[-1]
@@ -326,6 +327,10 @@ def _add_product(total: Tensor, product: Tensor, factor: Tensor) -> None:
 def _open(rows: Tensor, mask: Tensor | None) -> Tensor:
     """Zero where a coordinate is locked to a token; the value itself is not looked at, so NaN stays behind."""
     return rows if mask is None else torch.where(mask, rows, rows.new_zeros(()))
+
+
+def _slope(z: Tensor, act: Pointwise, mask: Tensor | None) -> Tensor:
+    return _open(act.slope(z.new_ones(()).expand_as(z), z), mask)
 
 
 def _taken(rows: Tensor, weights: Sequence[Tensor], mask: Tensor | None) -> Tensor:

@@ -22,7 +22,11 @@ ARGUMENTS = {
     "gated_delta_rule": ("q", "k", "v", "g", "beta"),
     "comba": ("q", "k", "v", "p", "g", "beta"),
 }
-TILE = 64  # tokens in a tile, at most
+# Backends that take an operation as a whole, under its own name and arguments.
+WHOLE = {"reference": reference}
+# Tokens in a tile, at most: a processor gains from less work within tiles, other devices from fewer steps between them.
+TILES = {"cpu": 32}
+OTHER_TILES = 64
 AXES = ("key", "value")
 
 State = Tensor | SWLAState
@@ -56,8 +60,8 @@ def run(
     chosen = choose(operation, backend, *values)
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if chosen == "reference":
-        return getattr(reference, operation)(
+    if chosen in WHOLE:
+        return getattr(WHOLE[chosen], operation)(
             *values,
             activation=activation,
             axis=axis,
@@ -72,7 +76,9 @@ def run(
     named = {"g": torch.zeros_like(tensors["beta"])} if operation == "delta_rule" else {}
     named |= tensors | {"state": state.matrix, "window_k": state.keys, "window_v": state.values}
     inputs = [named[name] for name in INPUTS[rule]]
-    out, matrix = linear_chunk(inputs, _active(activation), cu_seqlens, rule, axis == "key", scale, TILE)
+    out, matrix = linear_chunk(
+        inputs, _active(activation), cu_seqlens, rule, axis == "key", scale, TILES.get(q.device.type, OTHER_TILES)
+    )
     if not output_final_state:
         return out, None
     if operation != "swla":

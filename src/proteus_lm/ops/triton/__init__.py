@@ -17,6 +17,7 @@ from proteus_lm.ops.state import SWLAState
 
 OPERATIONS = ("retention", "swla", "delta_rule", "gated_delta_rule", "comba")
 MAX_KEYS, MAX_VALUES = 256, 512
+MAX_KEYS_FLOAT = 128  # beyond, fp32 spills so much that compiling alone takes minutes
 
 
 def refuse(operation: str, tensors: tuple[Tensor, ...]) -> str | None:
@@ -37,6 +38,9 @@ def refuse(operation: str, tensors: tuple[Tensor, ...]) -> str | None:
         return f"tensors are on {q.device.type}; the kernels need CUDA"
     if any(x.dtype == torch.float64 for x in tensors):
         return "float64 inputs; the kernels compute in float32"
+    half = {x.dtype for x in tensors[: 4 if operation == "comba" else 3]} in ({torch.bfloat16}, {torch.float16})
+    if not half and q.shape[-1] > MAX_KEYS_FLOAT:
+        return f"K = {q.shape[-1]} in float32; the kernels hold at most {MAX_KEYS_FLOAT} key rows of that type, use bfloat16"
     if operation == "swla" and tensors[4].shape[-1] != 2:
         return f"a window of {tensors[4].shape[-1]} tokens; the kernel is for 2"
     if q.shape[-1] > MAX_KEYS or v.shape[-1] > MAX_VALUES:
@@ -44,7 +48,7 @@ def refuse(operation: str, tensors: tuple[Tensor, ...]) -> str | None:
     return None
 
 
-def _run(*arguments: Any) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
+def _run(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     from proteus_lm.ops.triton.front import run  # imports triton
 
     return run(*arguments)
@@ -149,7 +153,7 @@ def swla(
     )
 
 
-def _step(*arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+def _step(*arguments: Any) -> tuple[Tensor, Tensor]:
     from proteus_lm.ops.triton.step import run_step  # imports triton
 
     return run_step(*arguments)

@@ -1,12 +1,16 @@
+# ruff: noqa: ANN001, ANN201 -- kernels: their arguments are pointers, tiles and constants, which Triton types itself
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 """Forward kernels of the linear memories, chunkwise, for the delta rules (DELTA) and for plain decayed writes alike.
 
-Per head, with G the running sum of the log decay inside a chunk, P = G (decayed read) or G less the token's own g (spec/linear.md 1.3):
+Per head, with G the running sum of the log decay inside a chunk, P = G (decayed read) or G less the token's own g
+(spec/linear.md 1.3):
     A = tril(beta p k^T e^(P_r - G_j), -1);  solve = (I + A)^-1;  attend = scale tril(q k^T e^(G_r - G_j))
     fresh = solve beta (v - e^P p S);  o = scale e^G q S + attend fresh;  S <- e^total S + (e^(total - G) k)^T fresh
-`prepare` makes solve and attend of every chunk at once; `scan` walks the chunks with the state in registers, transposed (V, K), so
-that each product's left operand is the accumulator of the one before and nothing passes through shared memory on the way.
+`prepare` makes solve and attend of every chunk at once; `scan` walks the chunks with the state in registers, transposed (V, K),
+so that each product's left operand is the accumulator of the one before and nothing passes through shared memory on the way.
 
-A gate shows as an open length R a chunk: loads stop there (key rows of q, k, p; value columns of v), whole shut tiles are not walked.
+A gate shows as an open length R a chunk: loads stop there (key rows of q, k, p; value columns of v), and whole shut tiles are
+not walked.
 """
 
 from __future__ import annotations
@@ -74,7 +78,8 @@ def prepare(
 ):  # fmt: skip
     """One chunk of one head: its running log decays, `attend`, and for the delta rules `solve`.
 
-    gates: fp32 (chunks, H, 6, C) = scale e^G, e^(total - G), e^P, G, P, beta.  solve, attend: (chunks, H, C, C); solve takes beta in.
+    gates: fp32 (chunks, H, 6, C) = scale e^G, e^(total - G), e^P, G, P, beta.
+    solve, attend: (chunks, H, C, C); solve takes beta in.
     FLOOR: the least strength taken: dbeta is found from what beta multiplied, and a beta of 0 would hide it.
     """
     c = (tl.program_id(0) // H).to(tl.int64)
@@ -137,7 +142,7 @@ def prepare(
 
 @triton.jit
 def fetch(x, token, here, limit, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
-    """The first W tiles (C, KT) of a chunk's rows of x (its tokens, H, K), zero from column `limit` on; the rest repeat the first."""
+    """The first W tiles (C, KT) of a chunk's rows of x (tokens, H, K), zero from column `limit` on; the rest repeat the first."""
     col = tl.arange(0, KT)
     at = x + token[:, None] * K + col[None, :]
     b0 = tl.load(at, mask=here[:, None] & (col < limit)[None, :], other=0.0)
@@ -217,6 +222,7 @@ def carry_in(state, column, first, K: tl.constexpr, V: tl.constexpr, KT: tl.cons
 
 @triton.jit
 def carry_out(state, s, column, first, K: tl.constexpr, V: tl.constexpr, KT: tl.constexpr):
+    """`carry_in` the other way."""
     row = first + tl.arange(0, KT)
     at = state + row[None, :] * V + column[:, None]
     tl.store(at, s, mask=(row < K)[None, :] & (column < V)[:, None])

@@ -33,17 +33,20 @@ def run(
     if axis not in ("key", "value"):
         raise ValueError(f"axis is {axis!r}; it must be 'key' or 'value'")
     check_packed(len(q), cu_seqlens)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
     dtype = v.dtype
     # The kernels take one type: that of q, k, v, p where they agree, else fp32.
     together = {x.dtype for x in (q, k, v, p) if x is not None}
     if len(together) > 1:
-        q, k, v, p = (x if x is None else x.float() for x in (q, k, v, p))
-    q, k, v, p, g, beta = (x if x is None else x.contiguous() for x in (q, k, v, p, g, beta))
+        q, k, v = (x.float() for x in (q, k, v))
+        p = None if p is None else p.float()
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    p, g, beta = (x if x is None else x.contiguous() for x in (p, g, beta))
     blocks, active, segments = 1, None, None
     if activation is not None and activation.schedule.blocks > 1:
         blocks = activation.schedule.blocks
         if activation.segments is None:
-            active = activation.active
+            active = activation.active.to(q.device)
         else:
             segments = [x for segment in activation.segments for x in segment]
     needed = (q, k, v, p, g, beta, initial_state)

@@ -1,10 +1,11 @@
+# ruff: noqa: ANN001 -- the fake implementations repeat the signature above them
 """The linear memories' chunkwise core on Triton: one opaque operation for every rule, forward and backward, and its launches."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -13,6 +14,10 @@ from torch import Tensor
 from proteus_lm.ops.triton import backward, forward
 from proteus_lm.ops.triton.plan import TILE, Plan, build, capacity, regular
 
+# Launching a kernel is outside what its signature says.
+_PREPARE, _SCAN, _REVERSE, _GRADIENTS = cast(
+    "tuple[Any, Any, Any, Any]", (forward.prepare, forward.scan, backward.reverse, backward.gradients)
+)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # rule -> (writes an error, error against the decayed state)
 RULES = {"retention": (False, False), "delta_rule": (True, False), "gated_delta_rule": (True, True), "comba": (True, False)}
@@ -66,7 +71,14 @@ def _shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, axis: str, blocks: i
     )
 
 
-def _plan(s: Shape, active: Tensor | None, segments: Sequence[int] | None, cu_seqlens: Tensor | None, blocks: int, device: torch.device) -> Plan:  # fmt: skip
+def _plan(
+    s: Shape,
+    active: Tensor | None,
+    segments: Sequence[int] | None,
+    cu_seqlens: Tensor | None,
+    blocks: int,
+    device: torch.device,
+) -> Plan:
     dim = (s.keys if s.key_gate else s.values) if s.key_gate or s.value_gate else TILE
     if active is None and cu_seqlens is None:
         whole = tuple(segments) if segments is not None and blocks > 1 else (0, s.length, dim)
@@ -95,9 +107,20 @@ def _gate(s: Shape) -> dict[str, Any]:
 
 def _walk(s: Shape, rule: str, has_p: bool, half: bool) -> dict[str, Any]:
     return {
-        **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": s.key_tile, "NK": s.key_tiles, "BV": s.value_tile},
-        **{"TILES": s.tiles, "DELTA": RULES[rule][0], "HAS_P": has_p, "VALUE": s.value_gate, **_gate(s)},
-        **{"STAGES": 2 if half and s.keys <= 128 else 1, "num_warps": 4},
+        "H": s.heads,
+        "K": s.keys,
+        "V": s.values,
+        "C": s.chunk,
+        "KT": s.key_tile,
+        "NK": s.key_tiles,
+        "BV": s.value_tile,
+        "TILES": s.tiles,
+        "DELTA": RULES[rule][0],
+        "HAS_P": has_p,
+        "VALUE": s.value_gate,
+        **_gate(s),
+        "STAGES": 2 if half and s.keys <= 128 else 1,
+        "num_warps": 4,
     }
 
 
@@ -142,16 +165,20 @@ def linear(
     states = q.new_empty(n, s.heads, s.values, s.keys) if save else q.new_empty(0)
     final = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if output_final_state else torch.empty(0, **f32)
     half = q.dtype != torch.float32
-    forward.prepare[(n * s.heads,)](
+    _PREPARE[(n * s.heads,)](
         *(q, k, p, g, beta, plan.chunks, gates, solve, attend, scale),
-        **{"H": s.heads, "K": s.keys, "C": s.chunk, "KT": min(128 if half else 64, s.key_tile * s.key_tiles), "D": 2 if half else 16},
+        H=s.heads,
+        K=s.keys,
+        C=s.chunk,
+        KT=min(128 if half else 64, s.key_tile * s.key_tiles),
+        D=2 if half else 16,
         **_flags(rule, g, p),
         **_gate(s),
         HALF=half,
         FLOOR=2.0**-12 if q.dtype == torch.float16 else 1e-15,
         num_warps=4,
     )
-    forward.scan[(s.documents * s.heads * -(-s.values // s.value_tile),)](
+    _SCAN[(s.documents * s.heads * -(-s.values // s.value_tile),)](
         *(q, k, k if p is None else p, v, gates, solve, attend, plan.chunks, plan.documents),
         *(initial_state, out, fresh, states, final, scale, s.documents),
         HAS_INITIAL=initial_state is not None,
@@ -163,7 +190,7 @@ def linear(
 
 
 @linear.register_fake
-def _(q, k, v, p, g, beta, initial_state, active, cu_seqlens, segments, blocks, rule, axis, scale, output_final_state, save):  # noqa: ANN001, ANN202
+def _(q, k, v, p, g, beta, initial_state, active, cu_seqlens, segments, blocks, rule, axis, scale, output_final_state, save):
     s = _shape(q, v, cu_seqlens, axis, blocks)
     n, delta = _chunks(s, active, segments, cu_seqlens, blocks), RULES[rule][0]
     f32 = {"device": q.device, "dtype": torch.float32}
@@ -217,7 +244,7 @@ def linear_backward(
     dbeta = torch.empty(s.rows, s.length, s.heads, **f32) if delta else torch.empty_like(empty)
     dstates = torch.empty_like(states)
     dinitial = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if has_initial else torch.empty_like(empty)
-    backward.reverse[(s.documents * s.heads * -(-s.values // s.value_tile),)](
+    _REVERSE[(s.documents * s.heads * -(-s.values // s.value_tile),)](
         *(q, k, k if p is None else p, gates, solve, attend, chunks, documents, do, dfinal),
         *(dv, dstates, dinitial, scale, s.documents),
         HAS_INITIAL=has_initial,
@@ -225,11 +252,17 @@ def linear_backward(
         **_walk(s, rule, p is not None, half),
     )
     tile = min(s.key_tile, 64 if half else 32)
-    backward.gradients[(len(chunks) * s.heads,)](
+    _GRADIENTS[(len(chunks) * s.heads,)](
         *(q, k, k if p is None else p, gates, chunks, do, fresh if delta else v, states, dstates),
         *(dq, dk, dk if p is None else dp, dv, dg, dbeta, scale),
-        **{"H": s.heads, "K": s.keys, "V": s.values, "C": s.chunk, "KT": tile, "BV": min(triton.next_power_of_2(max(16, s.values)), 128 if s.values <= 128 and half else 64)},
-        **{"VALUE": s.value_gate, "num_warps": 4},
+        H=s.heads,
+        K=s.keys,
+        V=s.values,
+        C=s.chunk,
+        KT=tile,
+        BV=min(triton.next_power_of_2(max(16, s.values)), 128 if s.values <= 128 and half else 64),
+        VALUE=s.value_gate,
+        num_warps=4,
         **_flags(rule, g, p),
         **_gate(s),
     )
@@ -237,7 +270,29 @@ def linear_backward(
 
 
 @linear_backward.register_fake
-def _(q, k, v, p, g, beta, has_initial, gates, solve, attend, fresh, states, chunks, documents, do, dfinal, cu_seqlens, blocks, rule, axis, scale):  # noqa: ANN001, ANN202, E501
+def _(
+    q,
+    k,
+    v,
+    p,
+    g,
+    beta,
+    has_initial,
+    gates,
+    solve,
+    attend,
+    fresh,
+    states,
+    chunks,
+    documents,
+    do,
+    dfinal,
+    cu_seqlens,
+    blocks,
+    rule,
+    axis,
+    scale,
+):
     s = _shape(q, v, cu_seqlens, axis, blocks)
     f32 = {"device": q.device, "dtype": torch.float32}
     row = (s.rows, s.length, s.heads)
@@ -252,7 +307,7 @@ def _(q, k, v, p, g, beta, has_initial, gates, solve, attend, fresh, states, chu
     )
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:  # noqa: ANN401
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, p, g, beta, initial, _, cu_seqlens, _, blocks, rule, axis, scale, has_final, _ = inputs
     ctx.save_for_backward(q, k, v, p, g, beta, cu_seqlens, *output[2:])
     ctx.rest = (blocks, rule, axis, scale)
@@ -260,7 +315,7 @@ def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:  # noqa: ANN401
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None, *_: Tensor) -> tuple:  # noqa: ANN401
+def _backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None, *_: Tensor) -> tuple:
     q, k, v, p, g, beta, cu_seqlens, *saved = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(v)

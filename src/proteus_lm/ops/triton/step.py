@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001 -- the fake implementations repeat the signature above them
 """One token of decoding in one kernel: gate, update and read; locked coordinates are neither loaded nor stored.
 
 The open length is read on the device, so that rows of a batch stand at their own positions, nothing waits for the host, and a CUDA
@@ -5,6 +6,8 @@ graph replays it at any position.
 """
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import torch
 import triton
@@ -19,7 +22,7 @@ def advance(
     q, k, p, v, g, beta, state, active, out, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, HAS_G: tl.constexpr, DECAYED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """BV columns of one head's state (N, H, K, V), fp32, in place."""
     lane = (tl.program_id(0) % (tl.num_programs(0) // ((V + BV - 1) // BV))).to(tl.int64)
     tile = tl.program_id(0) // (tl.num_programs(0) // ((V + BV - 1) // BV))
@@ -80,18 +83,25 @@ def step(
     tile = min(32, max(4, triton.next_power_of_2(values)))
     delta, decayed = RULES[rule]
     out = torch.empty_like(v)
-    advance[(rows * heads * triton.cdiv(values, tile),)](
+    cast("Any", advance)[(rows * heads * triton.cdiv(values, tile),)](
         *(q, k, k if p is None else p, v, g, beta, state, active, out, scale),
-        **{"H": heads, "K": keys, "V": values, "BK": triton.next_power_of_2(keys), "BV": tile},
-        **{"DELTA": delta, "HAS_G": g is not None, "DECAYED": decayed},
-        **{"KEY": active is not None and axis == "key", "VALUE": active is not None and axis == "value"},
+        H=heads,
+        K=keys,
+        V=values,
+        BK=triton.next_power_of_2(keys),
+        BV=tile,
+        DELTA=delta,
+        HAS_G=g is not None,
+        DECAYED=decayed,
+        KEY=active is not None and axis == "key",
+        VALUE=active is not None and axis == "value",
         num_warps=4,
     )
     return out
 
 
 @step.register_fake
-def _(q, k, v, p, g, beta, state, active, rule, axis, scale):  # noqa: ANN001, ANN202
+def _(q, k, v, p, g, beta, state, active, rule, axis, scale):
     return torch.empty_like(v)
 
 
@@ -119,6 +129,7 @@ def run_step(
     if inplace and not state.is_contiguous():
         raise ValueError("the state is not contiguous; call .contiguous() once and keep the result, or use inplace=False")
     state = state if inplace else state.contiguous().clone()
-    q, k, v, p, g, beta = (x if x is None else x.contiguous() for x in (q, k, v, p, g, beta))
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    p, g, beta = (x if x is None else x.contiguous() for x in (p, g, beta))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return step(q, k, v, p, g, beta, state, active, rule, axis, scale), state

@@ -22,6 +22,7 @@ from proteus_lm.ops.triton_deep._common import (
     VECTORS,
     mul,
     open_slots,
+    operand,
     pointwise,
     read_scales,
     sixteens,
@@ -59,14 +60,14 @@ def read_backward_kernel(
     theta = tl.load(vec_at + THETA * B + t)
     share = tl.load(mix_at + square) * theta[None, :]
 
-    d_out = tl.load(dy + (token + t[:, None] * H) * DV + dv[None, :]).to(OPD)
+    d_out = operand(tl.load(dy + (token + t[:, None] * H) * DV + dv[None, :]), OPD, PREC)
     error_t = tl.load(err + at * B * DV + t[None, :] * DV + dv[:, None])
     turn = turned + at * 4 * B * B
-    tl.store(turn + square, (share * mul(d_out, error_t, PREC)).to(OPD))
-    queries = tl.load(rows_q + dk[None, :]).to(OPD)
+    tl.store(turn + square, operand(share * mul(d_out, error_t, PREC), OPD, PREC))
+    queries = operand(tl.load(rows_q + dk[None, :]), OPD, PREC)
     if DEEP:
-        keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
-        tl.store(turn + B * B + square, (share * mul(queries, keys_t, PREC)).to(OPD))
+        keys_t = operand(tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]), OPD, PREC)
+        tl.store(turn + B * B + square, operand(share * mul(queries, keys_t, PREC), OPD, PREC))
     if MIXED:
         tl.store(d_mix + at * B * B + square, tl.zeros((B, B), tl.float32))
     tl.debug_barrier()
@@ -95,7 +96,7 @@ def read_backward_kernel(
         else:
             x = tl.load(rows_q + cols[None, :], mask=kept, other=0.0).to(tl.float32)
         x = tl.where(mine, x, 0.0)
-        tl.store(to_act + cells, x.to(OPD), mask=kept)
+        tl.store(to_act + cells, operand(x, OPD, PREC), mask=kept)
         a = tl.load(act + cells, mask=kept, other=0.0)
         back = mul(d_out, tl.load(now + W2 + second, mask=kept, other=0.0), PREC)
         d_decay, d_x = x * back, decay * back
@@ -106,9 +107,9 @@ def read_backward_kernel(
             d_z = d_x * x_slope
             d_decay += d_z * by_w
             d_carry += d_z * by_s
-            tl.store(to_grad + cells, d_z.to(OPD), mask=kept)
-            d_query = tl.dot((decay * d_z).to(OPD), tl.trans(w), d_query, input_precision=PREC)
-            d_query = tl.dot((carry * d_z).to(OPD), tl.trans(s), d_query, input_precision=PREC)
+            tl.store(to_grad + cells, operand(d_z, OPD, PREC), mask=kept)
+            d_query = tl.dot(operand(decay * d_z, OPD, PREC), tl.trans(w), d_query, input_precision=PREC)
+            d_query = tl.dot(operand(carry * d_z, OPD, PREC), tl.trans(s), d_query, input_precision=PREC)
         else:
             tl.store(dq + (token + t[:, None] * H) * DK + cols[None, :], d_x.to(dq.dtype.element_ty), mask=kept)
         d_decay *= decay
@@ -117,7 +118,7 @@ def read_backward_kernel(
             tl.store(unit + at * 4 * HID + 3 * HID + cols, tl.sum(d_decay, 0), mask=cols < width)
             chosen = (opened[:, None] == t[None, :]).to(OPD)
             so_far = tl.load(d_mix + at * B * B + square)
-            tl.store(d_mix + at * B * B + square, so_far + mul(d_carry.to(OPD), chosen, PREC))
+            tl.store(d_mix + at * B * B + square, so_far + mul(operand(d_carry, OPD, PREC), chosen, PREC))
             tl.debug_barrier()
         else:
             d_carry_read += tl.sum(d_carry, 1)
@@ -128,11 +129,11 @@ def read_backward_kernel(
 
     # Second pass: the reads' share of the gradients of act(Z), G1 and the start state.
     far_t = tl.load(turn + square_t)
-    d_out_t = tl.load(dy + (token + t[None, :] * H) * DV + dv[:, None]).to(OPD)
+    d_out_t = operand(tl.load(dy + (token + t[None, :] * H) * DV + dv[:, None]), OPD, PREC)
     alike = tl.zeros((B, B), tl.float32)
     if DEEP:
         near_t = tl.load(turn + B * B + square_t)
-        queries_t = tl.load(q + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
+        queries_t = operand(tl.load(q + (token + t[None, :] * H) * DK + dk[:, None]), OPD, PREC)
         pair_1 = tl.zeros((B, B), tl.float32)
     for j in range(tl.cdiv(end, BH)):
         cols = j * BH + tl.arange(0, BH)
@@ -145,7 +146,7 @@ def read_backward_kernel(
         a = tl.load(act + cells, mask=kept, other=0.0)
         alike = tl.dot(x, tl.trans(a), alike, input_precision=PREC)
         tl.store(to_act + cells, (-mul(far_t, x, PREC)).to(OPD), mask=kept)
-        x_w, x_s = (decay * x).to(OPD), (carry * x).to(OPD)
+        x_w, x_s = operand(decay * x, OPD, PREC), operand(carry * x, OPD, PREC)
         tl.store(to_state + at * SLOT + W2 + second, mul(d_out_t, x_w, PREC).to(OPD), mask=kept)
         tl.store(to_state + at * SLOT + W2 + DV * HID + second, mul(d_out_t, x_s, PREC).to(OPD), mask=kept)
         if DEEP:
@@ -154,7 +155,7 @@ def read_backward_kernel(
             g = tl.load(grad + cells, mask=kept, other=0.0)
             pair_1 = tl.dot(d_z, tl.trans(g), pair_1, input_precision=PREC)
             tl.store(to_grad + cells, (-mul(near_t, d_z, PREC)).to(OPD), mask=kept)
-            d_z_w, d_z_s = (decay * d_z).to(OPD), (carry * d_z).to(OPD)
+            d_z_w, d_z_s = operand(decay * d_z, OPD, PREC), operand(carry * d_z, OPD, PREC)
             tl.store(to_state + at * SLOT + first_cells, mul(queries_t, d_z_w, PREC).to(OPD), mask=kept)
             tl.store(to_state + at * SLOT + DK * HID + first_cells, mul(queries_t, d_z_s, PREC).to(OPD), mask=kept)
 
@@ -163,7 +164,7 @@ def read_backward_kernel(
     share = raw * theta[None, :]
     d_share = -(alike * mul(d_out, error_t, PREC))
     if DEEP:
-        keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
+        keys_t = operand(tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]), OPD, PREC)
         d_share -= pair_1 * mul(queries, keys_t, PREC)
     if MIXED:
         d_opened = tl.load(d_mix + at * B * B + square)
@@ -174,14 +175,14 @@ def read_backward_kernel(
     tl.store(d_out_vec + ETA * B, tl.sum(d_opened * raw, 0))
 
     turn += 2 * B * B
-    tl.store(turn + square, (share * alike).to(OPD))
+    tl.store(turn + square, operand(share * alike, OPD, PREC))
     if DEEP:
-        far_1 = (share * pair_1).to(OPD)
+        far_1 = operand(share * pair_1, OPD, PREC)
         tl.store(turn + B * B + square, far_1)
     tl.debug_barrier()
     tl.store(to_err + at * B * DV + t[:, None] * DV + dv[None, :], -mul(tl.load(turn + square_t), d_out, PREC))
     if DEEP:
-        keys = tl.load(k + (token + t[:, None] * H) * DK + dk[None, :]).to(OPD)
+        keys = operand(tl.load(k + (token + t[:, None] * H) * DK + dk[None, :]), OPD, PREC)
         d_query -= mul(far_1, keys, PREC)
         tl.store(dq + (token + t[:, None] * H) * DK + dk[None, :], d_query.to(dq.dtype.element_ty))
         tl.store(to_k + at * B * DK + t[:, None] * DK + dk[None, :], -mul(tl.load(turn + B * B + square_t), queries, PREC))
@@ -190,14 +191,14 @@ def read_backward_kernel(
 @triton.jit(do_not_specialize=["first", "count", "G"])
 def write_backward_kernel(
     k, vec, plan, opens, full, shadow, act, slope, bend, err,
-    to_act, to_grad, to_state, to_err, dw1, ds1, dw2, ds2, d_shadow, dk_out, dv_out, d_vec, to_z, d_back, d_err,
+    to_act, to_grad, to_state, to_err, d_state, d_shadow, dk_out, dv_out, d_vec, to_z, d_back, d_err,
     first, count, T, H, G, plan_row,
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     DEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows * heads). Brings the state's gradient (fp32, in place) back through the segment's chunks; writes dv, for depth 1 dk,
     and for `rest_backward_kernel` the state's gradient at each chunk's end (`d_shadow`, as `shadow`) and that of Z (`to_z`, as `act`).
-    `d_back` (P, b, hidden) and `d_err` (P, b, dv), operands' type: scratch of one chunk.
+    `d_back` (P, b, hidden) and `d_err` (P, b, dv), operands' type: scratch of one chunk. Products meet in memory, as in the forward.
     """
     p = tl.program_id(0)
     row, head = p // H, p % H
@@ -206,11 +207,11 @@ def write_backward_kernel(
     SLOT: tl.constexpr = (2 * DK + 2 * DV) * HID if DEEP else 2 * DV * HID
     W2: tl.constexpr = 2 * DK * HID if DEEP else 0
     wide = p.to(tl.int64)
-    dw1, ds1, dw2, ds2 = dw1 + wide * DK * HID, ds1 + wide * DK * HID, dw2 + wide * DV * HID, ds2 + wide * DV * HID
+    d_state += wide * SLOT
     d_back += wide * B * HID
     d_err += wide * B * DV
     rows_full = tl.load(full + row)
-    start_shadow(dw1, ds1, dw2, ds2, d_shadow + (wide * G + count - 1) * SLOT, 0, HID, DK, DV, HID, BH, DEEP)
+    start_shadow(d_state, d_shadow + (wide * G + count - 1) * SLOT, 0, HID, DK, DV, HID, BH, DEEP, PREC)
     tl.debug_barrier()
     for back in range(count):
         i = count - 1 - back
@@ -221,18 +222,17 @@ def write_backward_kernel(
         opens_at = opens + (row * plan_row + n) * HID
         width = tl.load(plan + (row * plan_row + n) * 2)
         end = sixteens(width)
+        tiles = tl.cdiv(end, BH)
         advances = n < rows_full
         now, to_now, d_now = shadow + at * SLOT, to_state + at * SLOT, d_shadow + at * SLOT
         end_w = tl.where(advances, tl.load(vec_at + END_W * B + t), 0.0)[:, None]
         end_s = tl.where(advances, tl.load(vec_at + END_S * B + t), 0.0)[:, None]
         error = tl.load(err + at * B * DV + t[:, None] * DV + dv[None, :])
         if DEEP:
-            keys = tl.load(k + (token + t[:, None] * H) * DK + dk[None, :]).to(OPD)
+            keys = operand(tl.load(k + (token + t[:, None] * H) * DK + dk[None, :]), OPD, PREC)
 
-        # First pass over the open tiles: all that the gradient of the error is made of.
-        by_w2, by_s2 = tl.zeros((B, DV), tl.float32), tl.zeros((B, DV), tl.float32)
-        d_error = tl.zeros((B, DV), tl.float32)
-        for j in range(tl.cdiv(end, BH)):
+        # Gradients of the activations and of the hidden layer's inner gradients, from the state's.
+        for j in range(tiles):
             cols = j * BH + tl.arange(0, BH)
             kept = (cols < end)[None, :]
             cells = t[:, None] * HID + cols[None, :]
@@ -242,85 +242,101 @@ def write_backward_kernel(
             d_s = tl.load(d_now + W2 + DV * HID + second, mask=kept, other=0.0)
             d_a = tl.load(to_act + there, mask=kept, other=0.0).to(tl.float32)
             d_a -= end_w * mul(error, d_w, PREC) + end_s * mul(error, d_s, PREC)
-            a = tl.load(act + there, mask=kept, other=0.0)
-            by_w2 = tl.dot(a, tl.trans(d_w), by_w2, input_precision=PREC)
-            by_s2 = tl.dot(a, tl.trans(d_s), by_s2, input_precision=PREC)
             if DEEP:
                 first_cells = dk[:, None] * HID + cols[None, :]
-                d_w1 = tl.load(d_now + first_cells, mask=kept, other=0.0)
-                d_s1 = tl.load(d_now + DK * HID + first_cells, mask=kept, other=0.0)
+                d_w = tl.load(d_now + first_cells, mask=kept, other=0.0)
+                d_s = tl.load(d_now + DK * HID + first_cells, mask=kept, other=0.0)
                 d_g = tl.load(to_grad + there, mask=kept, other=0.0).to(tl.float32)
-                d_g -= end_w * mul(keys, d_w1, PREC) + end_s * mul(keys, d_s1, PREC)
+                d_g -= end_w * mul(keys, d_w, PREC) + end_s * mul(keys, d_s, PREC)
                 rise = tl.load(slope + there, mask=kept, other=0.0).to(tl.float32)
                 curve = tl.load(bend + there, mask=kept, other=0.0).to(tl.float32)
                 tl.store(to_z + there, (d_g * curve + d_a * rise).to(OPD), mask=kept)
-                d_h = (d_g * rise).to(OPD)
-                tl.store(d_back + cells, d_h, mask=kept)
-                w = tl.load(now + W2 + second, mask=kept, other=0.0)
-                d_error = tl.dot(d_h, tl.trans(w), d_error, input_precision=PREC)
+                tl.store(d_back + cells, operand(d_g * rise, OPD, PREC), mask=kept)
             else:
                 tl.store(to_z + there, d_a.to(OPD), mask=kept)
-        wide_error = error.to(tl.float32)
-        d_vec_at = d_vec + at * VECTORS * B + t
-        tl.store(d_vec_at + END_W * B, -tl.sum(wide_error * by_w2, 1))
-        tl.store(d_vec_at + END_S * B, -tl.sum(wide_error * by_s2, 1))
-        d_error += tl.load(to_err + at * B * DV + t[:, None] * DV + dv[None, :]) - end_w * by_w2 - end_s * by_s2
-        tl.store(dv_out + (token + t[:, None] * H) * DV + dv[None, :], (-d_error).to(dv_out.dtype.element_ty))
-        d_error_op = d_error.to(OPD)
-        tl.store(d_err + t[:, None] * DV + dv[None, :], d_error_op)
         tl.debug_barrier()
 
-        # Second pass: the error's gradient back through the write side, and the state's gradient to the chunk's start.
+        # The gradient of the error.
+        by_w, by_s = tl.zeros((B, DV), tl.float32), tl.zeros((B, DV), tl.float32)
+        d_error = tl.zeros((B, DV), tl.float32)
+        for j in range(tiles):
+            cols = j * BH + tl.arange(0, BH)
+            kept, kept_t = (cols < end)[None, :], (cols < end)[:, None]
+            cells = t[:, None] * HID + cols[None, :]
+            second = cols[:, None] * DV + dv[None, :]
+            a = tl.load(act + at * B * HID + cells, mask=kept, other=0.0)
+            by_w = tl.dot(a, tl.load(d_now + W2 + second, mask=kept_t, other=0.0), by_w, input_precision=PREC)
+            by_s = tl.dot(a, tl.load(d_now + W2 + DV * HID + second, mask=kept_t, other=0.0), by_s, input_precision=PREC)
+            if DEEP:
+                d_h = tl.load(d_back + cells, mask=kept, other=0.0)
+                w = tl.load(now + W2 + second, mask=kept_t, other=0.0)
+                d_error = tl.dot(d_h, w, d_error, input_precision=PREC)
+        wide_error = error.to(tl.float32)
+        d_vec_at = d_vec + at * VECTORS * B + t
+        tl.store(d_vec_at + END_W * B, -tl.sum(wide_error * by_w, 1))
+        tl.store(d_vec_at + END_S * B, -tl.sum(wide_error * by_s, 1))
+        d_error += tl.load(to_err + at * B * DV + t[:, None] * DV + dv[None, :]) - end_w * by_w - end_s * by_s
+        tl.store(dv_out + (token + t[:, None] * H) * DV + dv[None, :], (-d_error).to(dv_out.dtype.element_ty))
+        tl.store(d_err + t[:, None] * DV + dv[None, :], operand(d_error, OPD, PREC))
+        tl.debug_barrier()
+
+        # The error's gradient back through the write side.
+        d_error = tl.load(d_err + t[:, None] * DV + dv[None, :])
+        for j in range(tiles):
+            cols = j * BH + tl.arange(0, BH)
+            kept = (cols < end)[None, :]
+            there = at * B * HID + t[:, None] * HID + cols[None, :]
+            w = tl.load(now + W2 + cols[None, :] * DV + dv[:, None], mask=kept, other=0.0)
+            so_far = tl.load(to_z + there, mask=kept, other=0.0).to(tl.float32)
+            d_a = mul(d_error, w, PREC)
+            if DEEP:
+                rise = tl.load(slope + there, mask=kept, other=0.0).to(tl.float32)
+                tl.store(to_z + there, operand(so_far + d_a * rise, OPD, PREC), mask=kept)
+            else:
+                mine = t[:, None] >= open_slots(opens_at, cols, width, B)[None, :]
+                d_k = tl.where(mine, so_far + d_a, 0.0).to(dk_out.dtype.element_ty)
+                tl.store(dk_out + (token + t[:, None] * H) * DK + cols[None, :], d_k, mask=kept)
+        tl.debug_barrier()
+
+        # The state's gradient to the chunk's start.
         d_error_t = tl.load(d_err + t[None, :] * DV + dv[:, None])
         if DEEP:
             error_t = tl.load(err + at * B * DV + t[None, :] * DV + dv[:, None])
-            keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
-        for j in range(tl.cdiv(end, BH)):
+            keys_t = operand(tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]), OPD, PREC)
+        to_shadow = tl.where(i > 0, end, 0)
+        for j in range(tiles):
             cols = j * BH + tl.arange(0, BH)
-            kept, open_ = (cols < end)[None, :], (cols < width)[None, :]
-            shadowed = (cols < tl.where(i > 0, end, 0))[None, :]
-            opened = open_slots(opens_at, cols, width, B)
-            decay, carry_w, carry_s = end_scales(vec_at, opened, advances, B)
+            kept, open_, shadowed = (cols < end)[None, :], (cols < width)[None, :], (cols < to_shadow)[None, :]
+            scales = end_scales(vec_at, open_slots(opens_at, cols, width, B), advances, B)
             cells = t[:, None] * HID + cols[None, :]
-            there = at * B * HID + cells
-            second = cols[None, :] * DV + dv[:, None]
-            w = tl.load(now + W2 + second, mask=kept, other=0.0)
-            a = tl.load(act + there, mask=kept, other=0.0)
-            d_a = mul(d_error_op, w, PREC)
-            so_far = tl.load(to_z + there, mask=kept, other=0.0).to(tl.float32)
-            change = mul(d_error_t, a, PREC)
+            change = mul(d_error_t, tl.load(act + at * B * HID + cells, mask=kept, other=0.0), PREC)
             if DEEP:
-                rise = tl.load(slope + there, mask=kept, other=0.0).to(tl.float32)
-                d_z = (so_far + d_a * rise).to(OPD)
-                tl.store(to_z + there, d_z, mask=kept)
-                first_cells = dk[:, None] * HID + cols[None, :]
-                _back(dw1, ds1, to_now, DK * HID, d_now, -SLOT, first_cells, kept, open_, shadowed,
-                      decay[None, :], carry_w[None, :], carry_s[None, :], mul(keys_t, d_z, PREC))  # fmt: skip
                 change = tl.dot(error_t, tl.load(d_back + cells, mask=kept, other=0.0), change, input_precision=PREC)
-            else:
-                d_k = tl.where(t[:, None] >= opened[None, :], so_far + d_a, 0.0)
-                tl.store(dk_out + (token + t[:, None] * H) * DK + cols[None, :], d_k.to(dk_out.dtype.element_ty), mask=kept)
-            _back(dw2, ds2, to_now + W2, DV * HID, d_now + W2, -SLOT, second, kept, open_, shadowed,
-                  decay[None, :], carry_w[None, :], carry_s[None, :], change)  # fmt: skip
+                d_z = tl.load(to_z + at * B * HID + cells, mask=kept, other=0.0)
+                first_cells = dk[:, None] * HID + cols[None, :]
+                _back(d_state, to_now, d_now - SLOT, DK * HID, first_cells, kept, open_, shadowed, scales, mul(keys_t, d_z, PREC), PREC)
+            second = W2 + cols[None, :] * DV + dv[:, None]
+            _back(d_state, to_now, d_now - SLOT, DV * HID, second, kept, open_, shadowed, scales, change, PREC)
+        tl.debug_barrier()
         if i > 0:  # a row that has ended in this chunk, but not in the one before
             before = tl.load(plan + (row * plan_row + n - 1) * 2)
-            tl.debug_barrier()
-            start_shadow(dw1, ds1, dw2, ds2, d_now - SLOT, width, before, DK, DV, HID, BH, DEEP)
+            start_shadow(d_state, d_now - SLOT, width, before, DK, DV, HID, BH, DEEP, PREC)
         tl.debug_barrier()
 
 
 @triton.jit
-def _back(d_w, d_s, to_state, half, d_shadow, previous, cells, kept, opened, shadowed, decay, carry_w, carry_s, change):
+def _back(d_state, to_state, d_shadow, half, cells, kept, opened, shadowed, scales, change, PREC: tl.constexpr):
     """One tile of the gradients of W and S from a chunk's end to its start, and their copies for the chunk before."""
-    w = tl.load(d_w + cells, mask=kept, other=0.0)
-    s = tl.load(d_s + cells, mask=kept, other=0.0)
-    new_w = decay * w + change + tl.load(to_state + cells, mask=kept, other=0.0).to(tl.float32)
-    new_s = carry_w * w + carry_s * s + tl.load(to_state + half + cells, mask=kept, other=0.0).to(tl.float32)
-    tl.store(d_w + cells, tl.where(opened, new_w, w), mask=kept)
-    tl.store(d_s + cells, tl.where(opened, new_s, s), mask=kept)
-    d_shadow += previous
-    tl.store(d_shadow + cells, tl.where(opened, new_w, 0.0).to(d_shadow.dtype.element_ty), mask=shadowed)
-    tl.store(d_shadow + half + cells, tl.where(opened, new_s, 0.0).to(d_shadow.dtype.element_ty), mask=shadowed)
+    decay, carry_w, carry_s = scales
+    w = tl.load(d_state + cells, mask=kept, other=0.0)
+    s = tl.load(d_state + half + cells, mask=kept, other=0.0)
+    new_w = decay[None, :] * w + change + tl.load(to_state + cells, mask=kept, other=0.0).to(tl.float32)
+    new_s = carry_w[None, :] * w + carry_s[None, :] * s
+    new_s += tl.load(to_state + half + cells, mask=kept, other=0.0).to(tl.float32)
+    tl.store(d_state + cells, tl.where(opened, new_w, w), mask=kept)
+    tl.store(d_state + half + cells, tl.where(opened, new_s, s), mask=kept)
+    tl.store(d_shadow + cells, operand(tl.where(opened, new_w, 0.0), d_shadow.dtype.element_ty, PREC), mask=shadowed)
+    tl.store(d_shadow + half + cells, operand(tl.where(opened, new_s, 0.0), d_shadow.dtype.element_ty, PREC), mask=shadowed)
 
 
 @triton.jit(do_not_specialize=["first", "count", "G"])

@@ -20,6 +20,7 @@ from proteus_lm.ops.triton_deep._common import (
     VECTORS,
     mul,
     open_slots,
+    operand,
     pointwise,
     read_scales,
     sixteens,
@@ -36,54 +37,75 @@ def end_scales(vec, opened, advances, B: tl.constexpr):
 
 
 @triton.jit
-def _copy_tile(state, shadow, cells, mask, opened):
-    x = tl.where(opened, tl.load(state + cells, mask=mask, other=0.0), 0.0)
-    tl.store(shadow + cells, x.to(shadow.dtype.element_ty), mask=mask)
+def _pairs(cols, D: tl.constexpr, BASE: tl.constexpr, HID: tl.constexpr, ROWS: tl.constexpr):
+    """Cells of a tile of W and S, one under the other, in a state: (2 D, tile), from BASE on; ROWS where hidden units are rows."""
+    r = tl.arange(0, 2 * D)
+    if ROWS:
+        return BASE + (r // D)[:, None] * (D * HID) + cols[None, :] * D + (r % D)[:, None]
+    return BASE + r[:, None] * HID + cols[None, :]
+
+
+@triton.jit
+def _copy(state, shadow, cells, mine, opened, PREC: tl.constexpr):
+    x = tl.where(opened, tl.load(state + cells, mask=mine, other=0.0), 0.0)
+    tl.store(shadow + cells, operand(x, shadow.dtype.element_ty, PREC), mask=mine)
 
 
 @triton.jit
 def start_shadow(
-    w1, s1, w2, s2, shadow, low, high,
-    DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, DEEP: tl.constexpr,
+    state, shadow, low, high,
+    DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, DEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Copy the state of the units [low, high) to the shadow of a chunk that opens them, with 0 up to the next 16."""
     low, end = low // 16 * 16, sixteens(high)
     for j in range(low // BH, tl.cdiv(end, BH)):
         cols = j * BH + tl.arange(0, BH)
-        mine, opened = (cols >= low) & (cols < end), cols < high
+        mine, opened = ((cols >= low) & (cols < end))[None, :], (cols < high)[None, :]
         if DEEP:
-            cells = tl.arange(0, DK)[:, None] * HID + cols[None, :]
-            _copy_tile(w1, shadow, cells, mine[None, :], opened[None, :])
-            _copy_tile(s1, shadow + DK * HID, cells, mine[None, :], opened[None, :])
-        second = cols[:, None] * DV + tl.arange(0, DV)[None, :]
-        to = shadow + (2 * DK * HID if DEEP else 0)
-        _copy_tile(w2, to, second, mine[:, None], opened[:, None])
-        _copy_tile(s2, to + DV * HID, second, mine[:, None], opened[:, None])
+            _copy(state, shadow, _pairs(cols, DK, 0, HID, False), mine, opened, PREC)
+            _copy(state, shadow, _pairs(cols, DV, 2 * DK * HID, HID, True), mine, opened, PREC)
+        else:
+            _copy(state, shadow, _pairs(cols, DV, 0, HID, True), mine, opened, PREC)
 
 
 @triton.jit
-def _update(state_w, state_s, shadow, next_w, next_s, cells, kept, opened, shadowed, decay, carry_w, carry_s, to_w, to_s, x,
-            PREC: tl.constexpr):  # fmt: skip
-    """One tile of W and S to the chunk's end: shares of themselves, less the tokens' gradients (to_w x, to_s x)."""
-    w = tl.load(state_w + cells, mask=kept, other=0.0)
-    s = tl.load(state_s + cells, mask=kept, other=0.0)
-    new_w = decay * w + carry_w * s - mul(to_w, x, PREC)
-    new_s = carry_s * s - mul(to_s, x, PREC)
-    tl.store(state_w + cells, tl.where(opened, new_w, w), mask=kept)
-    tl.store(state_s + cells, tl.where(opened, new_s, s), mask=kept)
-    tl.store(shadow + next_w + cells, tl.where(opened, new_w, 0.0).to(shadow.dtype.element_ty), mask=shadowed)
-    tl.store(shadow + next_s + cells, tl.where(opened, new_s, 0.0).to(shadow.dtype.element_ty), mask=shadowed)
+def _update(
+    state, shadow, x, pair, scales, cols, width, end, to_shadow,
+    D: tl.constexpr, BASE: tl.constexpr, HID: tl.constexpr, ROWS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """A tile of W and S to the chunk's end: shares of themselves, less the tokens' gradients `pair` x, (2 D, b) by (b, tile)."""
+    decay, carry_w, carry_s = scales
+    top = tl.arange(0, 2 * D)[:, None] < D
+    cells = _pairs(cols, D, BASE, HID, ROWS)
+    kept = (cols < end)[None, :]
+    own = tl.load(state + cells, mask=kept, other=0.0)
+    below = tl.load(state + D * HID + cells, mask=kept & top, other=0.0)
+    new = tl.where(top, decay[None, :], carry_s[None, :]) * own + carry_w[None, :] * below - mul(pair, x, PREC)
+    opened = (cols < width)[None, :]
+    tl.store(state + cells, tl.where(opened, new, own), mask=kept)
+    small = operand(tl.where(opened, new, 0.0), shadow.dtype.element_ty, PREC)
+    tl.store(shadow + cells, small, mask=(cols < to_shadow)[None, :])
+
+
+@triton.jit
+def _scaled_pair(x, end_w, end_s, D: tl.constexpr, TYPE: tl.constexpr, PREC: tl.constexpr):
+    """(2 D, b): x (2 D, b, the same rows twice) by what of each token is in W and in S at the end."""
+    top = tl.arange(0, 2 * D)[:, None] < D
+    return operand(x.to(tl.float32) * tl.where(top, end_w[None, :], end_s[None, :]), TYPE, PREC)
 
 
 @triton.jit(do_not_specialize=["first", "count", "G"])
 def write_kernel(
-    k, v, vec, plan, opens, full, w1, s1, w2, s2, shadow, act, slope, grad, bend, err,
+    k, v, vec, plan, opens, full, state, shadow, act, slope, grad, bend, err,
     first, count, T, H, G, plan_row,
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     ACT: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows * heads). Brings W, S (fp32, in place) through the `count` chunks from `first` on; fills `shadow`, `act`, `grad`,
-    `err`, and with KEEP `slope` and `bend`, which the backward needs (without it they are scratch of one chunk).
+    """Grid (rows * heads). Brings `state` (fp32, as one slot of `shadow`) through the `count` chunks from `first` on, in place; fills
+    `shadow`, `act`, `grad`, `err`, and with KEEP `slope` and `bend`, which the backward needs (without it: scratch of one chunk).
+
+    Between two products everything passes through memory: a product whose result is an operand of another in registers would be given
+    to one row of warps, and half of 8 warps would repeat the other half's work.
     """
     p = tl.program_id(0)
     row, head = p // H, p % H
@@ -92,92 +114,96 @@ def write_kernel(
     SLOT: tl.constexpr = (2 * DK + 2 * DV) * HID if DEEP else 2 * DV * HID
     W2: tl.constexpr = 2 * DK * HID if DEEP else 0
     wide = p.to(tl.int64)
-    w1, s1, w2, s2 = w1 + wide * DK * HID, s1 + wide * DK * HID, w2 + wide * DV * HID, s2 + wide * DV * HID
+    state += wide * SLOT
     shadow += wide * G * SLOT
     rows_full = tl.load(full + row)
     plan_at = plan + (row * plan_row + first) * 2
-    width = tl.load(plan_at)
-    start_shadow(w1, s1, w2, s2, shadow, 0, width, DK, DV, HID, BH, DEEP)
+    start_shadow(state, shadow, 0, tl.load(plan_at), DK, DV, HID, BH, DEEP, PREC)
     tl.debug_barrier()
     for i in range(count):
         n = first + i
         at = wide * G + i
-        keep_at = at if KEEP else wide
         token = (row.to(tl.int64) * T + n * B) * H + head
         rows_k = k + (token + t[:, None] * H) * DK
         vec_at = vec + at * VECTORS * B
         opens_at = opens + (row * plan_row + n) * HID
         width = tl.load(plan_at + 2 * i)
         end = sixteens(width)
+        tiles = tl.cdiv(end, BH)
         advances = n < rows_full
         now = shadow + i * SLOT
-        act_at, grad_at = act + at * B * HID, grad + at * B * HID
-        slope_at, bend_at = slope + keep_at * B * HID, bend + keep_at * B * HID
+        act_at, grad_at, err_at = act + at * B * HID, grad + at * B * HID, err + at * B * DV
+        kept_at = at if KEEP else wide
+        slope_at, bend_at = slope + kept_at * B * HID, bend + kept_at * B * HID
 
-        # First pass over the open tiles: activations, and the error of what they add up to.
-        found = tl.zeros((B, DV), tl.float32)
-        keys = tl.load(rows_k + dk[None, :]).to(OPD)
-        for j in range(tl.cdiv(end, BH)):
+        # Activations of the open tiles.
+        if DEEP:
+            keys = operand(tl.load(rows_k + dk[None, :]), OPD, PREC)
+        for j in range(tiles):
             cols = j * BH + tl.arange(0, BH)
-            open_ = cols < end
-            opened = open_slots(opens_at, cols, width, B)
-            mine = t[:, None] >= opened[None, :]
+            open_ = (cols < end)[None, :]
+            mine = t[:, None] >= open_slots(opens_at, cols, width, B)[None, :]
             cells = t[:, None] * HID + cols[None, :]
             if DEEP:
-                w = tl.load(now + dk[:, None] * HID + cols[None, :], mask=open_[None, :], other=0.0)
+                w = tl.load(now + dk[:, None] * HID + cols[None, :], mask=open_, other=0.0)
                 a, s, c = pointwise(mul(keys, w, PREC), ACT)
-                tl.store(slope_at + cells, tl.where(mine, s, 0.0).to(OPD), mask=open_[None, :])
+                tl.store(slope_at + cells, tl.where(mine, s, 0.0).to(OPD), mask=open_)
                 if KEEP:
-                    tl.store(bend_at + cells, tl.where(mine, c, 0.0).to(OPD), mask=open_[None, :])
+                    tl.store(bend_at + cells, tl.where(mine, c, 0.0).to(OPD), mask=open_)
             else:
-                a = tl.load(rows_k + cols[None, :], mask=open_[None, :], other=0.0).to(tl.float32)
-            a = tl.where(mine, a, 0.0).to(OPD)
-            tl.store(act_at + cells, a, mask=open_[None, :])
-            w = tl.load(now + W2 + cols[:, None] * DV + dv[None, :], mask=open_[:, None], other=0.0)
-            found = tl.dot(a, w, found, input_precision=PREC)
-        values = tl.load(v + (token + t[:, None] * H) * DV + dv[None, :]).to(tl.float32)
-        error = (found - values).to(OPD)
-        err_at = err + at * B * DV
-        tl.store(err_at + t[:, None] * DV + dv[None, :], error)
+                a = tl.load(rows_k + cols[None, :], mask=open_, other=0.0).to(tl.float32)
+            tl.store(act_at + cells, operand(tl.where(mine, a, 0.0), OPD, PREC), mask=open_)
         tl.debug_barrier()
 
-        # Second pass: gradients of the hidden layer, and both matrices to the chunk's end.
+        # The error of what they add up to.
+        found = tl.zeros((B, DV), tl.float32)
+        for j in range(tiles):
+            cols = j * BH + tl.arange(0, BH)
+            a = tl.load(act_at + t[:, None] * HID + cols[None, :], mask=(cols < end)[None, :], other=0.0)
+            w = tl.load(now + W2 + cols[:, None] * DV + dv[None, :], mask=(cols < end)[:, None], other=0.0)
+            found = tl.dot(a, w, found, input_precision=PREC)
+        values = tl.load(v + (token + t[:, None] * H) * DV + dv[None, :]).to(tl.float32)
+        tl.store(err_at + t[:, None] * DV + dv[None, :], operand(found - values, OPD, PREC))
+        tl.debug_barrier()
+
+        # Gradients of the hidden layer.
+        if DEEP:
+            error = tl.load(err_at + t[:, None] * DV + dv[None, :])
+            for j in range(tiles):
+                cols = j * BH + tl.arange(0, BH)
+                open_ = (cols < end)[None, :]
+                cells = t[:, None] * HID + cols[None, :]
+                w = tl.load(now + W2 + cols[None, :] * DV + dv[:, None], mask=open_, other=0.0)
+                s = tl.load(slope_at + cells, mask=open_, other=0.0).to(tl.float32)
+                back = mul(error, w, PREC)
+                tl.store(grad_at + cells, operand(back * s, OPD, PREC), mask=open_)
+                if KEEP:
+                    c = tl.load(bend_at + cells, mask=open_, other=0.0).to(tl.float32)
+                    tl.store(bend_at + cells, (back * c).to(OPD), mask=open_)
+            tl.debug_barrier()
+
+        # Both matrices to the chunk's end.
         end_w, end_s = tl.load(vec_at + END_W * B + t), tl.load(vec_at + END_S * B + t)
         end_w, end_s = tl.where(advances, end_w, 0.0), tl.where(advances, end_s, 0.0)
-        error_t = tl.load(err_at + t[None, :] * DV + dv[:, None]).to(tl.float32)
-        error_w, error_s = (error_t * end_w[None, :]).to(OPD), (error_t * end_s[None, :]).to(OPD)
-        if DEEP:
-            keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(tl.float32)
-            keys_w, keys_s = (keys_t * end_w[None, :]).to(OPD), (keys_t * end_s[None, :]).to(OPD)
         to_shadow = tl.where(i + 1 < count, end, 0)
-        for j in range(tl.cdiv(end, BH)):
+        twice_v = (tl.arange(0, 2 * DV) % DV)[:, None]
+        errors = _scaled_pair(tl.load(err_at + t[None, :] * DV + twice_v), end_w, end_s, DV, OPD, PREC)
+        if DEEP:
+            twice_k = (tl.arange(0, 2 * DK) % DK)[:, None]
+            keys_2 = _scaled_pair(tl.load(k + (token + t[None, :] * H) * DK + twice_k), end_w, end_s, DK, OPD, PREC)
+        for j in range(tiles):
             cols = j * BH + tl.arange(0, BH)
-            open_ = cols < end
-            opened = open_slots(opens_at, cols, width, B)
-            decay, carry_w, carry_s = end_scales(vec_at, opened, advances, B)
+            open_ = (cols < end)[None, :]
             cells = t[:, None] * HID + cols[None, :]
-            second = cols[None, :] * DV + dv[:, None]  # W2 as (dv, tile)
-            kept, opened_end, shadowed = open_[None, :], (cols < width)[None, :], (cols < to_shadow)[None, :]
+            scales = end_scales(vec_at, open_slots(opens_at, cols, width, B), advances, B)
             if DEEP:
-                w = tl.load(now + W2 + second, mask=kept, other=0.0)
-                back = mul(error, w, PREC)
-                g = (back * tl.load(slope_at + cells, mask=kept, other=0.0).to(tl.float32)).to(OPD)
-                tl.store(grad_at + cells, g, mask=kept)
-                if KEEP:
-                    c = tl.load(bend_at + cells, mask=kept, other=0.0).to(tl.float32)
-                    tl.store(bend_at + cells, (back * c).to(OPD), mask=kept)
-                _update(
-                    w1, s1, now, SLOT, SLOT + DK * HID, dk[:, None] * HID + cols[None, :], kept, opened_end, shadowed,
-                    decay[None, :], carry_w[None, :], carry_s[None, :], keys_w, keys_s, g, PREC,
-                )  # fmt: skip
-            a = tl.load(act_at + cells, mask=kept, other=0.0)
-            _update(
-                w2, s2, now, SLOT + W2, SLOT + W2 + DV * HID, second, kept, opened_end, shadowed,
-                decay[None, :], carry_w[None, :], carry_s[None, :], error_w, error_s, a, PREC,
-            )  # fmt: skip
+                g = tl.load(grad_at + cells, mask=open_, other=0.0)
+                _update(state, now + SLOT, g, keys_2, scales, cols, width, end, to_shadow, DK, 0, HID, False, PREC)
+            a = tl.load(act_at + cells, mask=open_, other=0.0)
+            _update(state, now + SLOT, a, errors, scales, cols, width, end, to_shadow, DV, W2, HID, True, PREC)
+        tl.debug_barrier()
         if i + 1 < count:
-            tl.debug_barrier()
-            start_shadow(w1, s1, w2, s2, now + SLOT, width, tl.load(plan_at + 2 * i + 2), DK, DV, HID, BH, DEEP)
+            start_shadow(state, now + SLOT, width, tl.load(plan_at + 2 * i + 2), DK, DV, HID, BH, DEEP, PREC)
         tl.debug_barrier()
 
 
@@ -206,10 +232,10 @@ def read_kernel(
     if tl.load(plan + (row * plan_row + n) * 2 + 1) != MIXED:
         return
     share = tl.load(mix_at + t[:, None] * B + t[None, :]) * tl.load(vec_at + THETA * B + t)[None, :]
-    queries = tl.load(rows_q + dk[None, :]).to(OPD)
+    queries = operand(tl.load(rows_q + dk[None, :]), OPD, PREC)
     if DEEP:
-        keys_t = tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]).to(OPD)
-        near = (share * mul(queries, keys_t, PREC)).to(OPD)
+        keys_t = operand(tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]), OPD, PREC)
+        near = operand(share * mul(queries, keys_t, PREC), OPD, PREC)
     alike = tl.zeros((B, B), tl.float32)
     out = tl.zeros((B, DV), tl.float32)
     for j in range(tl.cdiv(end, BH)):
@@ -229,12 +255,12 @@ def read_kernel(
             x = tl.load(rows_q + cols[None, :], mask=open_[None, :], other=0.0).to(tl.float32)
         x = tl.where(mine, x, 0.0)
         a_t = tl.load(act + at * B * HID + t[None, :] * HID + cols[:, None], mask=open_[:, None], other=0.0)
-        alike = tl.dot(x.to(OPD), a_t, alike, input_precision=PREC)
+        alike = tl.dot(operand(x, OPD, PREC), a_t, alike, input_precision=PREC)
         second = cols[:, None] * DV + dv[None, :]
         w = tl.load(now + W2 + second, mask=open_[:, None], other=0.0)
         s = tl.load(now + W2 + DV * HID + second, mask=open_[:, None], other=0.0)
-        out = tl.dot((decay * x).to(OPD), w, out, input_precision=PREC)
-        out = tl.dot((carry * x).to(OPD), s, out, input_precision=PREC)
+        out = tl.dot(operand(decay * x, OPD, PREC), w, out, input_precision=PREC)
+        out = tl.dot(operand(carry * x, OPD, PREC), s, out, input_precision=PREC)
     error = tl.load(err + at * B * DV + t[:, None] * DV + dv[None, :])
-    out -= mul((share * alike).to(OPD), error, PREC)
+    out -= mul(operand(share * alike, OPD, PREC), error, PREC)
     tl.store(y + (token + t[:, None] * H) * DV + dv[None, :], out.to(y.dtype.element_ty))

@@ -19,15 +19,15 @@ from proteus_lm.ops.triton_deep._forward import read_kernel, write_kernel
 from proteus_lm.ops.triton_deep._gates import gates_backward_kernel, gates_kernel
 
 SEGMENT = 16  # chunks whose start states are held at once
-TILE = 32  # hidden units worked on at once: what a locked block saves comes in these steps
-# Warps and pipeline stages of each kernel. More than 4 warps would only repeat each other's work on products of 64 rows.
+# Of each kernel: warps, pipeline stages, and hidden units worked on at once (BH): what a locked block saves comes in these steps.
+# With one stage, triton 3.6 miscompiled two of them on Hopper.
 LAUNCH = {
-    "gates": {"num_warps": 1},
-    "write": {"num_warps": 4, "num_stages": 2},
-    "read": {"num_warps": 4, "num_stages": 2},
-    "read_backward": {"num_warps": 4, "num_stages": 1},
-    "write_backward": {"num_warps": 4, "num_stages": 2},
-    "rest_backward": {"num_warps": 4, "num_stages": 1},
+    "write": {"num_warps": 8, "num_stages": 2, "BH": 64},
+    "read": {"num_warps": 4, "num_stages": 2, "BH": 32},
+    "read_backward": {"num_warps": 4, "num_stages": 2, "BH": 32},
+    "write_backward": {"num_warps": 8, "num_stages": 2, "BH": 64},
+    "rest_backward": {"num_warps": 4, "num_stages": 2, "BH": 32},
+    "gates_backward": {"num_warps": 1, "BH": 32},
 }
 
 
@@ -45,6 +45,7 @@ class Problem(NamedTuple):
     function: str
     pre: int
     dtype: torch.dtype
+    device: str
     segment: int
 
     @property
@@ -61,22 +62,17 @@ class Problem(NamedTuple):
         return [(a, min(self.segment, self.chunks - a)) for a in range(0, self.chunks, self.segment)]
 
     @property
-    def tile(self) -> int:
-        """Hidden units worked on at once."""
-        return min(TILE, max(16, triton.next_power_of_2(self.hidden)))
-
-    @property
     def cells(self) -> int:
         """Numbers in the state of a program."""
         return 2 * self.dv * self.hidden + (2 * self.dk * self.hidden if self.depth == 2 else 0)
 
-    def sizes(self, **more: Any) -> dict[str, Any]:
-        """Constants of the kernels with hidden tiles."""
-        precision = "tf32" if self.dtype == torch.float32 else "ieee"
-        return {
-            "B": self.chunk, "DK": self.dk, "DV": self.dv, "HID": self.hidden, "BH": self.tile,
-            "DEEP": self.depth == 2, "PREC": precision, **more,
-        }  # fmt: skip
+    def options(self, kernel: str, **more: Any) -> dict[str, Any]:
+        """Constants and launch options of a kernel with hidden tiles."""
+        precision = "tf32" if self.dtype == torch.float32 and self.device == "cuda" else "ieee"
+        chosen = LAUNCH[kernel]
+        tile = min(chosen["BH"], max(16, triton.next_power_of_2(self.hidden)))
+        sizes = {"B": self.chunk, "DK": self.dk, "DV": self.dv, "HID": self.hidden, "DEEP": self.depth == 2, "PREC": precision}
+        return {**sizes, **chosen, "BH": tile, **more}
 
 
 class Plan(NamedTuple):
@@ -142,7 +138,7 @@ def _gates(problem: Problem, gates: Sequence[Tensor], plan: Plan, buffers: Buffe
     gates_kernel[(count, problem.programs)](
         *gates, plan.active, buffers.mix, buffers.passed, buffers.vec,
         first, problem.tokens, problem.heads, problem.segment, plan.strides()[0],
-        B=problem.chunk, PRE=problem.pre, KEEP=keep, **LAUNCH["gates"],
+        B=problem.chunk, PRE=problem.pre, KEEP=keep, num_warps=1,
     )  # fmt: skip
 
 
@@ -150,51 +146,56 @@ def _write(
     problem: Problem,
     tokens: Sequence[Tensor],
     plan: Plan,
-    state: Sequence[Tensor],
+    state: Tensor,
     buffers: Buffers,
     first: int,
     count: int,
     keep: bool,
 ) -> None:
-    w1, s1, w2, s2 = state
     write_kernel[(problem.programs,)](
-        tokens[1], tokens[2], buffers.vec, plan.plan, plan.opens, plan.full, w1, s1, w2, s2,
+        tokens[1], tokens[2], buffers.vec, plan.plan, plan.opens, plan.full, state,
         buffers.shadow, buffers.act, buffers.slope, buffers.grad, buffers.bend, buffers.err,
         first, count, problem.tokens, problem.heads, problem.segment, plan.strides()[1],
-        **problem.sizes(ACT=problem.function, KEEP=keep), **LAUNCH["write"],
+        **problem.options("write", ACT=problem.function, KEEP=keep),
     )  # fmt: skip
 
 
-def _four(state: Sequence[Tensor]) -> list[Tensor]:
-    """W1, S1, W2, S2 from weights, then momentum; one layer stands in for both."""
+def pack(state: Sequence[Tensor]) -> Tensor:
+    """Weights, then momentum, fp32 (rows, H, in, out), as (rows * heads, cells): W1, S1, W2, S2 of each program."""
     depth = len(state) // 2
-    return [state[0], state[depth], state[depth - 1], state[-1]]
+    return torch.cat([t.flatten(0, 1).flatten(1).float() for pair in zip(state[:depth], state[depth:]) for t in pair], 1)
 
 
-def forward(
-    problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Sequence[Tensor], save: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """y (rows, T, H, Dv), and the states at the starts of all segments but the first, (segments - 1, rows, H, in, out) each.
+def unpack(cells: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `pack`: new tensors of the shapes of `like`."""
+    depth = len(like) // 2
+    order = [t for pair in zip(like[:depth], like[depth:]) for t in pair]
+    parts = cells.split([t[0, 0].numel() for t in order], 1)
+    parts = [part.clone(memory_format=torch.contiguous_format).view(t.shape) for part, t in zip(parts, order)]
+    return [*parts[::2], *parts[1::2]]
+
+
+def forward(problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Tensor, save: bool) -> tuple[Tensor, Tensor]:
+    """y (rows, T, H, Dv), and the states at the starts of all segments but the first, (segments - 1, rows * heads, cells).
 
     Args:
         tokens: q, k, v, theta, alpha, eta, contiguous.
-        state: weights, then momentum, fp32 (rows, H, in, out), brought to the last boundary in place.
+        state: what `pack` gives, brought to the last boundary in place.
     """
     q, k, v, *gates = tokens
     y = torch.empty_like(v)
     buffers = Buffers(problem, q.device, backward=False)
-    saved = [t.new_empty(len(problem.segments) - 1 if save else 0, *t.shape) for t in state]
+    saved = state.new_empty(len(problem.segments) - 1 if save else 0, *state.shape)
     for number, (first, count) in enumerate(problem.segments):
         if save and number:
-            for target, source in zip(saved, state):
-                target[number - 1].copy_(source)
+            saved[number - 1].copy_(state)
         _gates(problem, gates, plan, buffers, first, count, keep=False)
-        _write(problem, tokens, plan, _four(state), buffers, first, count, keep=False)
+        _write(problem, tokens, plan, state, buffers, first, count, keep=False)
         for mixed in (0, 1):
             read_kernel[(count, problem.programs)](
                 q, k, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err, y,
                 first, problem.tokens, problem.heads, problem.segment, plan.strides()[1],
-                **problem.sizes(ACT=problem.function, PRE=problem.pre, MIXED=mixed), **LAUNCH["read"],
+                **problem.options("read", ACT=problem.function, PRE=problem.pre, MIXED=mixed),
             )  # fmt: skip
     return y, saved
 
@@ -203,16 +204,16 @@ def backward(
     problem: Problem,
     tokens: Sequence[Tensor],
     plan: Plan,
-    initial: Sequence[Tensor],
-    saved: Sequence[Tensor],
+    initial: Tensor,
+    saved: Tensor,
     dy: Tensor,
-    d_state: Sequence[Tensor],
+    d_state: Tensor,
 ) -> list[Tensor]:
     """Gradients to the tokens, in their types (gates: fp32).
 
     Args:
-        initial, saved: the state at the start, and what `forward` saved.
-        d_state: gradients of the state at the end, fp32, brought to those of the start in place.
+        initial, saved: the state at the start as `pack` gives it, used as scratch, and what `forward` saved, kept.
+        d_state: gradients of the state at the end, packed, brought to those of the start in place.
     """
     q, k, v, *gates = tokens
     dq, dk, dv = (torch.zeros_like(t) if problem.depth == 1 else torch.empty_like(t) for t in (q, k, v))
@@ -221,31 +222,31 @@ def backward(
     strides = plan.strides()
     sizes = (problem.tokens, problem.heads, problem.segment)
     for number, (first, count) in reversed(list(enumerate(problem.segments))):
-        state = [t[number - 1].clone() if number else i.clone() for t, i in zip(saved, initial)]
+        state = saved[number - 1].clone() if number else initial
         _gates(problem, gates, plan, buffers, first, count, keep=True)
-        _write(problem, tokens, plan, _four(state), buffers, first, count, keep=True)
+        _write(problem, tokens, plan, state, buffers, first, count, keep=True)
         grid = (count, problem.programs)
         for mixed in (0, 1):
             read_backward_kernel[grid](
                 q, k, dy, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err,
                 dq, buffers.to_act, buffers.to_grad, buffers.to_state, buffers.to_err, buffers.to_k, buffers.d_mix, buffers.d_vec,
                 buffers.unit, buffers.turned, first, *sizes, strides[1],
-                **problem.sizes(ACT=problem.function, PRE=problem.pre, MIXED=mixed), **LAUNCH["read_backward"],
+                **problem.options("read_backward", ACT=problem.function, PRE=problem.pre, MIXED=mixed),
             )  # fmt: skip
         write_backward_kernel[(problem.programs,)](
             k, buffers.vec, plan.plan, plan.opens, plan.full, buffers.shadow, buffers.act, buffers.slope, buffers.bend, buffers.err,
-            buffers.to_act, buffers.to_grad, buffers.to_state, buffers.to_err, *_four(d_state), buffers.d_shadow, dk, dv,
+            buffers.to_act, buffers.to_grad, buffers.to_state, buffers.to_err, d_state, buffers.d_shadow, dk, dv,
             buffers.d_vec, buffers.to_z, buffers.d_back, buffers.d_err, first, count, *sizes, strides[1],
-            **problem.sizes(), **LAUNCH["write_backward"],
+            **problem.options("write_backward"),
         )  # fmt: skip
         rest_backward_kernel[grid](
             k, buffers.vec, plan.plan, plan.opens, plan.full, buffers.shadow, buffers.d_shadow, buffers.grad, buffers.to_z,
             buffers.to_k, dk, buffers.d_vec, buffers.unit, first, *sizes, strides[1],
-            **problem.sizes(), **LAUNCH["rest_backward"],
+            **problem.options("rest_backward"),
         )  # fmt: skip
         gates_backward_kernel[grid](
             *gates, plan.active, buffers.mix, buffers.passed, buffers.d_mix, buffers.d_vec, buffers.unit, plan.plan, plan.opens,
-            *d_gates, first, *sizes, *strides, HID=problem.hidden, B=problem.chunk, BH=problem.tile,
-            PRE=problem.pre, **LAUNCH["gates"],
+            *d_gates, first, *sizes, *strides, HID=problem.hidden, B=problem.chunk,
+            PRE=problem.pre, **LAUNCH["gates_backward"],
         )  # fmt: skip
     return [dq, dk, dv, *d_gates]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proteus_lm.ops.triton_deep._launch import SEGMENT, Problem, backward, forward, make_plan
+from proteus_lm.ops.triton_deep._launch import SEGMENT, Problem, backward, forward, make_plan, pack, unpack
 
 
 def problem_of(tokens: list[Tensor], weights: list[Tensor], chunk: int, read: str, function: str) -> Problem:
@@ -16,7 +16,8 @@ def problem_of(tokens: list[Tensor], weights: list[Tensor], chunk: int, read: st
     rows, length, heads, dk = q.shape
     segment = min(SEGMENT, length // chunk)
     return Problem(
-        rows, length, heads, chunk, dk, v.shape[3], weights[-1].shape[-2], len(weights), function, int(read == "pre"), q.dtype, segment
+        rows, length, heads, chunk, dk, v.shape[3], weights[-1].shape[-2], len(weights), function, int(read == "pre"), q.dtype,
+        q.device.type, segment,
     )
 
 
@@ -41,13 +42,13 @@ def titans_kernels(
         save: keep the state at the start of each segment for the backward.
 
     Returns:
-        y (N, T, H, Dv), weights and momentum at each row's last boundary, and the saved states (segments - 1, ...) of each.
+        y (N, T, H, Dv), weights and momentum at each row's last boundary, and the saved states (segments - 1, N * H, cells).
     """
     problem = problem_of(tokens, weights, chunk, read, memory_activation)
     plan = make_plan(active, full, problem)
-    state = [t.clone(memory_format=torch.contiguous_format) for t in (*weights, *momentum)]
+    state = pack([*weights, *momentum])
     y, saved = forward(problem, [t.contiguous() for t in tokens], plan, state, save)
-    return [y, *state, *saved]
+    return [y, *unpack(state, [*weights, *momentum]), saved]
 
 
 @titans_kernels.register_fake
@@ -55,7 +56,8 @@ def _(tokens, weights, momentum, active, full, chunk, read, memory_activation, s
     problem = problem_of(tokens, weights, chunk, read, memory_activation)
     state = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*weights, *momentum)]
     count = -(-problem.chunks // problem.segment) - 1 if save else 0
-    return [torch.empty_like(tokens[2], memory_format=torch.contiguous_format), *state, *(t.new_empty(count, *t.shape) for t in state)]
+    y = torch.empty_like(tokens[2], memory_format=torch.contiguous_format)
+    return [y, *state, weights[0].new_empty(count, problem.programs, problem.cells)]
 
 
 @torch.library.custom_op("proteus_lm::titans_kernels_backward", mutates_args=())
@@ -64,7 +66,7 @@ def titans_kernels_backward(
     tokens: list[Tensor],
     weights: list[Tensor],
     momentum: list[Tensor],
-    saved: list[Tensor],
+    saved: Tensor,
     active: Tensor,
     full: Tensor,
     chunk: int,
@@ -74,11 +76,10 @@ def titans_kernels_backward(
     """Gradients to `tokens`, `weights` and `momentum` of `titans_kernels`, in this order, from those to y and to the end state."""
     problem = problem_of(tokens, weights, chunk, read, memory_activation)
     plan = make_plan(active, full, problem)
-    d_state = [t.to(torch.float32).clone(memory_format=torch.contiguous_format) for t in grads[1:]]
+    d_state = pack(grads[1:])
     tokens = [t.contiguous() for t in tokens]
-    initial = [t.contiguous() for t in (*weights, *momentum)]
-    out = backward(problem, tokens, plan, initial, saved, grads[0].contiguous(), d_state)
-    return [*(g.to(t.dtype) for g, t in zip(out, tokens)), *d_state]
+    out = backward(problem, tokens, plan, pack([*weights, *momentum]), saved, grads[0].contiguous(), d_state)
+    return [*(g.to(t.dtype) for g, t in zip(out, tokens)), *unpack(d_state, [*weights, *momentum])]
 
 
 @titans_kernels_backward.register_fake
@@ -88,18 +89,18 @@ def _(grads, tokens, weights, momentum, saved, active, full, chunk, read, memory
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     tokens, weights, momentum, active, full, *ctx.options = inputs
-    lists = [tokens, weights, momentum, output[1 + 2 * len(weights) :]]
+    lists = [tokens, weights, momentum]
     ctx.counts = [len(part) for part in lists]
-    ctx.save_for_backward(*(t for part in lists for t in part), active, full)
+    ctx.save_for_backward(*(t for part in lists for t in part), output[-1], active, full)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple:
     flat = list(ctx.saved_tensors)
-    tokens, weights, momentum, saved = ([flat.pop(0) for _ in range(count)] for count in ctx.counts)
-    given = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, [tokens[2], *weights, *momentum])]
-    out = iter(titans_kernels_backward(given, tokens, weights, momentum, saved, *flat, *ctx.options[:3]))
-    return (*([next(out) for _ in range(count)] for count in ctx.counts[:3]), *[None] * 6)
+    tokens, weights, momentum = ([flat.pop(0) for _ in range(count)] for count in ctx.counts)
+    given = [torch.zeros_like(t) if g is None else g for g, t in zip(grads[:-1], [tokens[2], *weights, *momentum])]
+    out = iter(titans_kernels_backward(given, tokens, weights, momentum, *flat, *ctx.options[:3]))
+    return (*([next(out) for _ in range(count)] for count in ctx.counts), *[None] * 6)
 
 
 titans_kernels.register_autograd(_gradients, setup_context=_setup)

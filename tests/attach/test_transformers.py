@@ -1,13 +1,10 @@
-"""The gate for models from elsewhere: transformers' gated delta rules, flash-linear-attention's layers, MLP blocks of any model."""
+"""transformers' gated delta rules under the schedule: numbers, positions, setting up, and what is refused."""
 
 from __future__ import annotations
 
 import copy
-import importlib
-import inspect
-import sys
 import threading
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,152 +13,27 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from proteus_lm import ActivationSchedule, ProteusConfig, ProteusForCausalLM
-from proteus_lm.attach import attach, detach, gate_mlp
+from proteus_lm.attach import attach, detach
 from proteus_lm.attach.gate import Doorkeeper
-from proteus_lm.optim import GatedAdamW
-
-BLOCKS, CONTEXT, VOCAB = 4, 24, 61
-KEYS, VALUES = 18, 10  # neither is a multiple of BLOCKS: the last block takes the remainder
-LINEAR = dict(
-    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=KEYS, linear_value_head_dim=VALUES, linear_conv_kernel_dim=4
+from tests.attach.foreign import (
+    MODELS,
+    build,
+    cache_of,
+    in_calls,
+    llama,
+    modeling,
+    padded,
+    reference_rule,
+    run,
+    use_torch,
+    with_reference,
 )
-SMALL = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=128,
-    layer_types=["linear_attention", "full_attention", "linear_attention"],
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-KIMI = dict(
-    linear_num_heads=2,
-    linear_head_dim=KEYS,
-    linear_conv_kernel_dim=4,
-    kv_lora_rank=8,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    num_key_value_heads=2,
-    first_k_dense_replace=3,
-)
-MODELS = {
-    "Qwen3Next": ("qwen3_next", "Qwen3NextConfig", dict(LINEAR, head_dim=16, num_experts=0)),
-    "Qwen3_5": ("qwen3_5", "Qwen3_5TextConfig", dict(LINEAR, head_dim=16)),
-    "OlmoHybrid": ("olmo_hybrid", "OlmoHybridConfig", dict(LINEAR, linear_num_key_heads=4)),
-    "KimiLinear": ("kimi_linear", "KimiLinearConfig", KIMI),
-}
+from tests.attach.memory import BLOCKS, CONTEXT, KEYS, VALUES, VOCAB, close, tokens
 
 
-def build(name="Qwen3Next", seed=0):
-    """A tiny random model in eval mode, with decays that leave something to remember."""
-    _, config, options = MODELS[name]
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**SMALL | options)).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("A_log"):
-                parameter.fill_(-2.0)
-            elif parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-    return model
-
-
-def modeling(name):
-    folder = MODELS[name][0]
-    return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-
-
-def tokens(rows, length, seed=1):
-    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def close(got, want, tolerance=1e-5):
-    """Root mean square of the difference against that of the values: fp32 rounding through three layers."""
-    error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
-    assert error < tolerance, f"relative error {error:.2e}"
-
-
-def unit(x):
-    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-
-
-def literal(q, k, v, decay, beta, p, active, axis, state):
-    """The memory as eq 7-11 print it, token by token: locked rows or columns are neither read, written nor decayed.
-
-    decay (B, T, H, K or 1); beta (B, T, H) or None for a Hebbian write; p: "decayed" (error of the decayed state), or what the error
-    reads with (B, T, H, K).
-    """
-    outputs = []
-    size = k.shape[-1] if axis == "key" else v.shape[-1]
-    for t in range(q.shape[1]):
-        mask = (torch.arange(size) < active[:, t, None])[:, None]
-        mask = mask[..., None] if axis == "key" else mask[..., None, :]
-        opened = torch.where(mask, state, 0)
-        decayed = opened * decay[:, t, :, :, None]
-        write = v[:, t]
-        if beta is not None:
-            reader, seen = (k[:, t], decayed) if isinstance(p, str) else (p[:, t], opened)
-            write = beta[:, t, :, None] * (v[:, t] - (seen * reader[..., None]).sum(-2))
-        updated = decayed + k[:, t, :, :, None] * write[:, :, None]
-        state = torch.where(mask, updated, state)
-        outputs.append((torch.where(mask, state, 0) * q[:, t, :, :, None]).sum(-2) * k.shape[-1] ** -0.5)
-    return torch.stack(outputs, 1), state
-
-
-def reference_rule(schedule, axis="key", norm_order="norm_then_mask", first=0):
-    """transformers' (gated or per-channel) delta rule under the schedule, for rows whose first token stands at `first`."""
-
-    def rule(query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, **_):
-        assert initial_state is None and use_qk_l2norm_in_kernel
-        heads = value.shape[2]
-        query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
-        dim = key.shape[-1] if axis == "key" else value.shape[-1]
-        positions = torch.as_tensor(first).reshape(-1, 1) + torch.arange(query.shape[1])
-        active = schedule.active(dim, positions).expand(len(query), -1)
-        if norm_order == "mask_then_norm":
-            mask = (torch.arange(dim) < active[..., None])[:, :, None]
-            query, key = (torch.where(mask, x, 0) for x in (query, key))
-        decay = g.exp() if g.dim() == 4 else g.exp()[..., None]
-        state = torch.zeros(len(query), heads, key.shape[-1], value.shape[-1])
-        out, state = literal(unit(query), unit(key), value, decay, beta, "decayed", active, axis, state)
-        return out, state if output_final_state else None
-
-    return rule
-
-
-def with_reference(monkeypatch, name, rule):
-    """The rule of an unattached model's module replaced for this test."""
-    module = modeling(name)
-    for attribute in vars(module).copy():
-        if attribute.endswith(("chunk_gated_delta_rule", "recurrent_gated_delta_rule", "kimi_delta_attention")):
-            monkeypatch.setattr(module, attribute, rule)
-
-
-def run(model, ids, **options):
-    """Logits, and the gradients of a loss, of one call without a cache."""
-    model.zero_grad()
-    logits = model(ids, use_cache=False, **options).logits
-    (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-    return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def cache_of(output):
-    return output.cache if hasattr(output, "cache") else output.past_key_values
-
-
-def in_calls(model, ids, lengths, **options):
-    """Logits of a text given in calls of these lengths with one cache, and the cache."""
-    cache, start, logits = None, 0, []
-    for length in lengths:
-        output = model(ids[:, start : start + length], past_key_values=cache, use_cache=True, **options)
-        cache, start = cache_of(output), start + length
-        logits.append(output.logits)
-    return torch.cat(logits, 1), cache
+@pytest.fixture(autouse=True)
+def torch_functions(monkeypatch):
+    use_torch(monkeypatch)
 
 
 # One block, and the whole against the reference
@@ -218,18 +90,10 @@ def test_any_split_into_calls_gives_what_one_call_gives(name, lengths):
     assert cache.layers[0].recurrent_states[1].tolist() == [40, 40]
 
 
-def padded(prompts, length):
-    ids = torch.zeros(len(prompts), length, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, length - len(prompt) :], mask[row, length - len(prompt) :] = prompt, 1
-    return ids, mask
-
-
 def test_left_padded_rows_stand_at_their_own_positions(monkeypatch):
     ids, mask = padded([tokens(1, n, seed=n)[0] for n in (31, 20, 7)], 31)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    options = dict(attention_mask=mask, position_ids=positions)
+    options = {"attention_mask": mask, "position_ids": positions}
     with monkeypatch.context() as patch:
         first = torch.tensor([0, 20 - 31, 7 - 31])  # the index of the first column in the row's document
         with_reference(patch, "Qwen3Next", reference_rule(ActivationSchedule(BLOCKS, CONTEXT), first=first))
@@ -286,7 +150,7 @@ def test_a_decoding_step_without_a_mask_knows_its_rows_positions():
 def test_generation_with_a_cache_equals_recomputing(name, beams):
     model = attach(build(name), BLOCKS, CONTEXT)
     ids, mask = padded([tokens(1, n, seed=n)[0] for n in (14, 5)], 14)
-    options = dict(attention_mask=mask, max_new_tokens=16, num_beams=beams, do_sample=False, eos_token_id=None)
+    options = {"attention_mask": mask, "max_new_tokens": 16, "num_beams": beams, "do_sample": False, "eos_token_id": None}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
@@ -415,7 +279,7 @@ def test_the_set_up_is_saved_with_the_model_and_restored(tmp_path):
         assert not torch.equal(loaded(ids).logits, model(ids).logits)
         attach(loaded)
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-    assert loaded.config.proteus == dict(blocks=BLOCKS, context=CONTEXT, axis="key", norm_order="mask_then_norm")
+    assert loaded.config.proteus == {"blocks": BLOCKS, "context": CONTEXT, "axis": "key", "norm_order": "mask_then_norm"}
 
 
 def test_detaching_restores_every_bit_and_forgets_the_set_up(tmp_path):
@@ -440,11 +304,6 @@ def mamba():
         vocab_size=VOCAB, hidden_size=16, state_size=8, num_heads=4, head_dim=8, n_groups=1, num_hidden_layers=1
     )
     return transformers.Mamba2ForCausalLM(config)
-
-
-def llama(**options):
-    sizes = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **options))
 
 
 @pytest.mark.parametrize(
@@ -541,3 +400,10 @@ def test_context_parallel_calls_raise(monkeypatch):
     model = attach(build(), BLOCKS, CONTEXT)
     with pytest.raises(ValueError, match="context parallel"):
         model.model.layers[0].linear_attn(torch.randn(1, 6, 32), cp_context=object())
+
+
+def test_the_doorkeeper_is_set_once_a_function():
+    attach(build(), BLOCKS, CONTEXT)
+    attach(build(), BLOCKS, CONTEXT)
+    rule = modeling("Qwen3Next").torch_chunk_gated_delta_rule
+    assert isinstance(rule, Doorkeeper) and not isinstance(rule.rule, Doorkeeper)
