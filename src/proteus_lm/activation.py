@@ -6,7 +6,6 @@ An operation takes an `Activation` and never learns of the schedule behind it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,22 +50,33 @@ class Activation:
         self.schedule, self.dim, self.length = schedule, dim, length
         self.offset: int | Tensor = 0 if offset is None else offset
         self.cu_seqlens, self.device = cu_seqlens, device
+        self._positions: Tensor | None = None  # filled by hand: torch.compile cannot look into functools.cached_property
+        self._active: Tensor | None = None
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
         """Position of each token in its document: int64 (B, T), or (1, T) where all rows agree."""
+        if self._positions is None:
+            self._positions = self._count()
+        return self._positions
+
+    @property
+    def active(self) -> Tensor:
+        """Open coordinates at each token: int64 (B, T), or (1, T) where all rows agree; from 1 to `dim`."""
+        if self._active is None:
+            self._active = self.schedule.active(self.dim, self.positions)
+        return self._active
+
+    def _count(self) -> Tensor:
+        if self.cu_seqlens is None and not isinstance(self.offset, Tensor):
+            return torch.arange(self.offset, self.offset + self.length, device=self.device)[None]
         steps = torch.arange(self.length, device=self.device)
-        start = self.offset.long() if isinstance(self.offset, Tensor) else torch.tensor([self.offset], device=self.device)
+        start = torch.as_tensor(self.offset, device=self.device).long().view(-1)
         if self.cu_seqlens is None:
             return start[:, None] + steps
         first = self.cu_seqlens[:-1].long()
         document = torch.searchsorted(self.cu_seqlens[1:].long().contiguous(), steps, right=True)
         return (steps - first[document] + start.expand(len(first))[document])[None]
-
-    @cached_property
-    def active(self) -> Tensor:
-        """Open coordinates at each token: int64 (B, T), or (1, T) where all rows agree; from 1 to `dim`."""
-        return self.schedule.active(self.dim, self.positions)
 
     @property
     def segments(self) -> tuple[tuple[int, int, int], ...] | None:
@@ -79,7 +89,3 @@ class Activation:
     def mask(self) -> Tensor:
         """Open coordinates as bool (B, T, dim), or (1, T, dim) where all rows agree."""
         return torch.arange(self.dim, device=self.active.device) < self.active[..., None]
-
-    def as_rows(self, length: int) -> Activation:
-        """The same documents as rows padded on the right to `length`, without packing."""
-        return Activation(self.schedule, self.dim, length, offset=self.offset, device=self.device)

@@ -6,10 +6,8 @@ Positions count from 0; a negative position (a persistent token) stands before t
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -55,7 +53,7 @@ class ActivationSchedule:
         """Positions between two unlocks of the uniform rule, max(1, N // E)."""
         return max(1, self.context // self.blocks)
 
-    @cached_property
+    @property
     def _opens(self) -> tuple[int, ...]:
         return self.unlocks or tuple(min(e * self.step, self.context) for e in range(self.blocks))
 
@@ -83,7 +81,7 @@ class ActivationSchedule:
                 return torch.where(position >= self.context, self.blocks, count.clamp(max=self.blocks)).long()
             opens = torch.tensor(self._opens, device=position.device)
             return torch.searchsorted(opens, position.clamp(min=0).long().contiguous(), right=True)
-        return bisect_right(self._opens, max(position, 0))
+        return sum(opens <= max(position, 0) for opens in self._opens)
 
     @overload
     def active(self, dim: int, position: int) -> int: ...
