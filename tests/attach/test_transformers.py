@@ -88,6 +88,7 @@ def test_any_split_into_calls_gives_what_one_call_gives(name, lengths):
         got, cache = in_calls(model, ids, lengths)
         close(got, model(ids, use_cache=False).logits)
     assert cache.layers[0].recurrent_states[1].tolist() == [40, 40]
+    assert cache.has_previous_state(0)  # asked of all states of a layer, positions too (transformers 5.17 then continues them)
 
 
 def test_left_padded_rows_stand_at_their_own_positions(monkeypatch):
@@ -177,6 +178,7 @@ def test_a_reset_or_copied_cache_has_its_own_positions():
         close(model(ids[:, :9], past_key_values=other).logits, model(torch.cat((ids, ids[:, :9]), 1)).logits[:, 20:])
         assert cache.layers[0].recurrent_states[1].tolist() == [20, 20]
         cache.reset()
+        assert not cache.has_previous_state(0)
         close(model(ids, past_key_values=cache).logits, want)
 
 

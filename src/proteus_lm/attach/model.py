@@ -29,7 +29,8 @@ def attach(
     after loading, `attach(model)` without numbers restores it.
 
     Args:
-        model: a transformers or fla model, or any module holding such layers. Attach before `torch.compile`.
+        model: a transformers or fla model, or any module holding such layers (without a config it keeps no set-up). Attach
+            before `torch.compile`.
         blocks: E, blocks of every layer's memory.
         context: N, tokens after which all blocks are open (the training context).
         axis: "key" opens rows of the state (keys), "value" its columns (values).

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from proteus_lm.activation import Activation
-from proteus_lm.ops import reference
+from proteus_lm.ops import reference, triton
 from proteus_lm.ops._linear_operator import INPUTS, compute_dtype, linear_chunk
 from proteus_lm.ops.backend import choose
 from proteus_lm.ops.rows import check_packed
@@ -23,7 +23,7 @@ ARGUMENTS = {
     "comba": ("q", "k", "v", "p", "g", "beta"),
 }
 # Backends that take an operation as a whole, under its own name and arguments.
-WHOLE = {"reference": reference}
+WHOLE = {"reference": reference, "triton": triton}
 # Tokens in a tile, at most: a processor gains from less work within tiles, other devices from fewer steps between them.
 TILES = {"cpu": 32}
 OTHER_TILES = 64

@@ -7,18 +7,21 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from proteus_lm.ops import triton
+
 OPERATIONS = ("retention", "swla", "delta_rule", "gated_delta_rule", "comba", "titans_memory")
 
 
 class Backend(NamedTuple):
     """One implementation: its name, and `refuse(operation, tensors)`, which says why it cannot run these inputs or None.
 
-    `why` is the reason `auto` gives for taking it.
+    `why` is the reason `auto` gives for taking it. `held` says why `auto` does not take it, though it can be asked for by name.
     """
 
     name: str
     refuse: Callable[[str, tuple[Tensor, ...]], str | None]
     why: str
+    held: str | None = None
 
 
 class Choice(NamedTuple):
@@ -31,6 +34,12 @@ class Choice(NamedTuple):
 
 # In the order in which `auto` tries them.
 _BACKENDS = (
+    Backend(
+        "triton",
+        triton.refuse,
+        "Triton kernels",
+        held="its last changes have not run on a GPU yet; ask for it by name",
+    ),
     Backend("chunk", lambda operation, tensors: None, "chunkwise PyTorch, runs on every device and floating type"),
     Backend("reference", lambda operation, tensors: None, "token by token, the oracle"),
 )
@@ -41,10 +50,10 @@ def explain(operation: str, *tensors: Tensor) -> Choice:
     """What `auto` would run for these inputs, and why."""
     refusals = []
     for backend in _BACKENDS:
-        refusal = backend.refuse(operation, tensors)
+        refusal = backend.refuse(operation, tensors) or backend.held
         if refusal is None:
             return Choice(operation, backend.name, "; ".join([backend.why, *refusals]))
-        refusals.append(f"{backend.name} refused: {refusal}")
+        refusals.append(f"not {backend.name}: {refusal}")
     raise RuntimeError(f"no backend runs {operation}: {'; '.join(refusals)}")
 
 

@@ -33,7 +33,7 @@ from proteus_lm.ops.triton_deep._forward import end_scales, start_shadow
 @triton.jit(do_not_specialize=["first", "count", "G"])
 def read_backward_kernel(
     q, k, dy, mix, vec, plan, opens, shadow, act, grad, err,
-    dq, to_act, to_grad, to_state, to_err, to_k, d_mix, d_vec, unit, turned,
+    dq, to_act, to_grad, to_state, to_err, to_k, d_mix, d_vec, unit, turned, to_z,
     first, T, H, G, plan_row,
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     ACT: tl.constexpr, DEEP: tl.constexpr, PRE: tl.constexpr, MIXED: tl.constexpr, PREC: tl.constexpr,
@@ -68,8 +68,6 @@ def read_backward_kernel(
     if DEEP:
         keys_t = operand(tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]), OPD, PREC)
         tl.store(turn + B * B + square, operand(share * mul(queries, keys_t, PREC), OPD, PREC))
-    if MIXED:
-        tl.store(d_mix + at * B * B + square, tl.zeros((B, B), tl.float32))
     tl.debug_barrier()
 
     # First pass over the open tiles: the read once more, and its gradient down to q. Leaves act(Zq) and dZq for the second pass.
@@ -116,10 +114,7 @@ def read_backward_kernel(
         if MIXED:
             d_decay = tl.where(t[:, None] - PRE >= opened[None, :], d_decay, 0.0)
             tl.store(unit + at * 4 * HID + 3 * HID + cols, tl.sum(d_decay, 0), mask=cols < width)
-            chosen = (opened[:, None] == t[None, :]).to(OPD)
-            so_far = tl.load(d_mix + at * B * B + square)
-            tl.store(d_mix + at * B * B + square, so_far + mul(operand(d_carry, OPD, PREC), chosen, PREC))
-            tl.debug_barrier()
+            tl.store(to_z + cells, operand(d_carry, OPD, PREC), mask=kept)
         else:
             d_carry_read += tl.sum(d_carry, 1)
         d_log_read += tl.sum(d_decay, 1)
@@ -166,8 +161,13 @@ def read_backward_kernel(
     if DEEP:
         keys_t = operand(tl.load(k + (token + t[None, :] * H) * DK + dk[:, None]), OPD, PREC)
         d_share -= pair_1 * mul(queries, keys_t, PREC)
-    if MIXED:
-        d_opened = tl.load(d_mix + at * B * B + square)
+    if MIXED:  # what a unit's start momentum counts for belongs to the slot at which the unit opened
+        d_opened = tl.zeros((B, B), tl.float32)
+        for j in range(tl.cdiv(end, BH)):
+            cols = j * BH + tl.arange(0, BH)
+            chosen = (open_slots(opens_at, cols, width, B)[:, None] == t[None, :]).to(OPD)
+            d_carry = tl.load(to_z + at * B * HID + t[:, None] * HID + cols[None, :], mask=(cols < end)[None, :], other=0.0)
+            d_opened = tl.dot(d_carry, chosen, d_opened, input_precision=PREC)
     else:
         d_opened = tl.where(t[None, :] == 0, d_carry_read[:, None], 0.0)
     tl.store(d_mix + at * B * B + square, d_share * theta[None, :] + d_opened * eta[None, :])

@@ -230,7 +230,7 @@ def backward(
             read_backward_kernel[grid](
                 q, k, dy, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err,
                 dq, buffers.to_act, buffers.to_grad, buffers.to_state, buffers.to_err, buffers.to_k, buffers.d_mix, buffers.d_vec,
-                buffers.unit, buffers.turned, first, *sizes, strides[1],
+                buffers.unit, buffers.turned, buffers.to_z, first, *sizes, strides[1],
                 **problem.options("read_backward", ACT=problem.function, PRE=problem.pre, MIXED=mixed),
             )  # fmt: skip
         write_backward_kernel[(problem.programs,)](
