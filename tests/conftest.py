@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels run on the CPU, small
 torch.set_num_threads(1)
 # Deterministic mode fills torch.empty with NaN, so that a value nobody wrote is seen.
 torch.use_deterministic_algorithms(True)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from proteus_lm import ActivationSchedule, ProteusConfig, ProteusForCausalLM
+from proteus_lm.hope import update_gates
 from proteus_lm.mixers import registry
 from tests.mixers.models import cases, make, options, tokens
 
@@ -40,8 +41,13 @@ OTHER = {
     "use_momentum": False,
     "use_forgetting": False,
     "theta_scale": 0.5,
+    "persistent_tokens": 2,
     "inner_decay": "before_norm",
     "output_correction": 0.25,
+    "channel": "chain",
+    "chain_periods": [1, 1],
+    "update_blocks": 2,
+    "schedule_frac": 0.5,
     "use_cache": False,
     "bos_token_id": 3,
     "eos_token_id": 4,
@@ -50,7 +56,7 @@ OTHER = {
 
 
 def fingerprint(fields):
-    """All that a configuration decides: weights' shapes, logits, schedule, what is accepted, what generation uses."""
+    """All that a configuration decides: weights' shapes, logits, schedules, what is accepted, what generation uses."""
     model = make(fields)
     ids = tokens(1, 23)
     out = model(ids)
@@ -60,7 +66,9 @@ def fingerprint(fields):
     except ValueError:
         packed = False
     generation = model.generation_config
+    masks, periods = update_gates(model, model.config, 10)
     return (
+        [(masks.get(p), periods.get(p)) for p in model.parameters()],
         [tuple(p.shape) for p in model.parameters()],
         out.logits.tolist(),
         model.schedule,
@@ -78,7 +86,7 @@ def test_every_field_has_another_value_to_test():
 @pytest.mark.parametrize("name", OWN)
 def test_a_field_changes_the_model_or_raises(fields, name):
     here = fields.get(name, ProteusConfig.default(name))
-    other = OTHER[name] if here != OTHER[name] else {"mixer": "attention", "memory_axis": "key"}[name]
+    other = OTHER[name] if here != OTHER[name] else {"mixer": "attention", "memory_axis": "key", "channel": "mlp"}[name]
     changed = {**fields, name: other}
     try:
         ProteusConfig(**changed)
@@ -120,6 +128,14 @@ def test_an_unknown_key_names_the_nearest():
         ({"memory_depth": 1, "memory_expansion": 2}, ["memory_expansion", "memory_depth 1"]),
         ({"theta_scale": 65.0}, ["theta_scale", "chunk_size 64"]),
         ({"theta_scale": float("nan")}, ["theta_scale", "nan"]),
+        ({"channel": "chian"}, ["channel is 'chian'", "did you mean chain"]),
+        ({"update_blocks": 2}, ["update_blocks", "channel 'mlp'", "'chain'"]),
+        ({"chain_periods": (1, 2)}, ["chain_periods", "channel 'mlp'"]),
+        ({"channel": "chain", "chain_periods": [1, 0]}, ["chain_periods is (1, 0)", "at least 1"]),
+        ({"channel": "chain", "chain_periods": []}, ["chain_periods is ()"]),
+        ({"channel": "chain", "schedule_frac": 0.5}, ["schedule_frac", "update_blocks 1"]),
+        ({"channel": "chain", "update_blocks": 2, "schedule_frac": 1.5}, ["schedule_frac is 1.5", "at most 1"]),
+        ({"channel": "chain", "intermediate_size": 30, "update_blocks": 8}, ["30", "4 levels", "7 hidden units", "is 8"]),
         ({"norm_eps": "1e-6"}, ["norm_eps", "number above 0"]),
         ({"num_heads": 0}, ["num_heads is 0", "at least 1"]),
         ({"hidden_size": True}, ["hidden_size is True"]),

@@ -8,12 +8,24 @@ from __future__ import annotations
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from proteus_lm.activation import Activation
+from proteus_lm.attach import attach, detach, gate_mlp
 from proteus_lm.cache import ProteusCache
 from proteus_lm.config import ProteusConfig
 from proteus_lm.model import ProteusForCausalLM
+from proteus_lm.optim import GatedAdamW
 from proteus_lm.schedule import ActivationSchedule
 
-__all__ = ["Activation", "ActivationSchedule", "ProteusCache", "ProteusConfig", "ProteusForCausalLM"]
+__all__ = [
+    "Activation",
+    "ActivationSchedule",
+    "GatedAdamW",
+    "ProteusCache",
+    "ProteusConfig",
+    "ProteusForCausalLM",
+    "attach",
+    "detach",
+    "gate_mlp",
+]
 __version__ = "0.1.0"
 
 AutoConfig.register(ProteusConfig.model_type, ProteusConfig)

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from proteus_lm.hope import check_chain
 from proteus_lm.mixers import registry
 from proteus_lm.mixers.base import Mixer
 from proteus_lm.schedule import ActivationSchedule
@@ -17,14 +18,17 @@ from proteus_lm.schedule import ActivationSchedule
 _COUNTS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "value_expansion", "intermediate_size"),
     *("conv_size", "swla_window", "memory_blocks", "memory_context", "memory_depth", "memory_expansion", "chunk_size"),
+    "update_blocks",
 )
 _OPTIONAL_COUNTS = ("window",)
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _POSITIVE = ("norm_eps", "theta_scale")
+_NOT_NEGATIVE_COUNTS = ("persistent_tokens",)
 _NOT_NEGATIVE = ("output_correction",)
 _SWITCHES = ("tie_word_embeddings", "use_momentum", "use_forgetting", "use_cache")
 _CHOICES = {
     "mixer": tuple(registry),
+    "channel": ("mlp", "chain"),
     "memory_axis": ("key", "value"),
     "norm_order": ("norm_then_mask", "mask_then_norm"),
     "positions": ("document", "window"),
@@ -34,6 +38,9 @@ _CHOICES = {
 }
 # How a memory is cut means nothing while it is one block.
 _NEED_BLOCKS = ("memory_axis", "norm_order")
+_NEED_CHAIN = ("chain_periods", "update_blocks", "schedule_frac")
+CHAIN_PERIODS = (1, 2, 4, 8)
+"""Of a chain of four levels: the papers print no periods, these are a guess."""
 # Of the keys every Hugging Face configuration takes: those that would change nothing here.
 _INERT = ("chunk_size_feed_forward", "is_encoder_decoder", "output_attentions", "problem_type", "num_labels")
 
@@ -65,8 +72,13 @@ class ProteusConfig(PreTrainedConfig):
         read: of the memory with ("post") or without ("pre") the token's own write.
         use_momentum, use_forgetting: Titans' gates eta and alpha.
         theta_scale: bound of theta * chunk_size / (1 - eta); 1 is safe (spec/deep.md 6).
+        persistent_tokens: learned rows before every document, written to Titans' memory as one inner chunk; 0 for none.
         inner_decay: Comba's p = sigmoid(b) k after the norm of k ("after_norm"), or before ("before_norm", as fla).
         output_correction: initial D of Comba's q' = q - D p; 0 for none. Its authors use 0.02 at 340M and 1 at 1.3B.
+        channel: after the mixer, one "mlp" or Hope's "chain" of them, of the same hidden width together.
+        chain_periods: C of each level of the chain, optimiser steps between two updates; None is (1, 2, 4, 8) for a chain.
+        update_blocks: E, blocks of hidden units of a chain's MLPs that open for updates over training; 1 for no gate.
+        schedule_frac: part of the training steps over which those blocks open, above 0 and at most 1.
         use_cache: return a cache outside training.
         bos_token_id, eos_token_id, pad_token_id: for generation.
 
@@ -102,8 +114,13 @@ class ProteusConfig(PreTrainedConfig):
     use_momentum: bool = True
     use_forgetting: bool = True
     theta_scale: float = 1.0
+    persistent_tokens: int = 0
     inner_decay: str = "after_norm"
     output_correction: float = 1.0
+    channel: str = "mlp"
+    chain_periods: tuple[int, ...] = None  # pyright: ignore[reportAssignmentType] - of a chain, filled in likewise
+    update_blocks: int = 1
+    schedule_frac: float = 1.0
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -124,6 +141,10 @@ class ProteusConfig(PreTrainedConfig):
         for name, value in self.mixer_class.defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if self.channel == "chain" and self.chain_periods is None:
+            self.chain_periods = CHAIN_PERIODS
+        if isinstance(self.chain_periods, list):  # as JSON and YAML write it
+            self.chain_periods = tuple(self.chain_periods)
         super().__post_init__(**kwargs)
         self.check()
 
@@ -142,6 +163,11 @@ class ProteusConfig(PreTrainedConfig):
         """When the blocks of memory open."""
         return ActivationSchedule(self.memory_blocks, self.memory_context)
 
+    @property
+    def channels(self) -> int:
+        """Residual MLP blocks of a layer: the levels of its chain, else one."""
+        return len(self.chain_periods) if self.channel == "chain" else 1
+
     def check(self) -> None:
         """Raise ValueError for a value or a combination outside the rules; `ProteusForCausalLM` asks again, fields may be set."""
         _check_value("mixer", self.mixer)
@@ -158,6 +184,13 @@ class ProteusConfig(PreTrainedConfig):
         if self.memory_blocks == 1:
             for name in _NEED_BLOCKS:
                 self._refuse(name, "changes nothing with memory_blocks 1, which is open always")
+        if self.channel != "chain":
+            for name in _NEED_CHAIN:
+                self._refuse(name, f"does not apply to channel {self.channel!r}; it is of channel 'chain'")
+        else:
+            if self.update_blocks == 1:
+                self._refuse("schedule_frac", "changes nothing with update_blocks 1, all of which is updated always")
+            check_chain(self)
         dim = self.mixer_class.memory_dim(self)
         if dim is not None and dim < self.memory_blocks:
             raise ValueError(
@@ -216,6 +249,8 @@ def _check_value(name: str, value: Any) -> None:
         rule = None if whole and value >= 1 else "a whole number of at least 1"
     elif name in _OPTIONAL_COUNTS:
         rule = None if value is None or (whole and value >= 1) else "a whole number of at least 1, or None"
+    elif name in _NOT_NEGATIVE_COUNTS:
+        rule = None if whole and value >= 0 else "a whole number of at least 0"
     elif name in _TOKENS:
         several = name == "eos_token_id" and _ids(value)
         rule = None if value is None or (whole and value >= 0) or several else "a token id, or None"
@@ -223,6 +258,10 @@ def _check_value(name: str, value: Any) -> None:
         rule = None if number and value > 0 else "a number above 0"
     elif name in _NOT_NEGATIVE:
         rule = None if number and value >= 0 else "a number of at least 0"
+    elif name == "schedule_frac":
+        rule = None if number and 0 < value <= 1 else "a number above 0 and at most 1"
+    elif name == "chain_periods":
+        rule = None if value is None or _periods(value) else "a list of whole numbers of at least 1, or None"
     elif name in _SWITCHES:
         rule = None if isinstance(value, bool) else "true or false"
     if rule is not None:
@@ -231,3 +270,8 @@ def _check_value(name: str, value: Any) -> None:
 
 def _ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, int) and v >= 0 for v in value)
+
+
+def _periods(value: Any) -> bool:
+    whole = isinstance(value, tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    return whole and len(value) > 0 and min(value) >= 1

@@ -8,15 +8,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import cross_entropy
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from proteus_lm.cache import ProteusCache
 from proteus_lm.config import ProteusConfig
+from proteus_lm.hope import Chain
 from proteus_lm.mixers.base import Mixer, ResidualLinear, map_state
 from proteus_lm.mixers.norm import RMSNorm, wide
+from proteus_lm.mlp import MLP
 from proteus_lm.ops.rows import check_packed
 from proteus_lm.sequence import TokenSequence, Unpadding
 
@@ -26,35 +28,23 @@ IGNORED = -100
 CACHE_NAME = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
 
 
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), (..., hidden) -> (..., hidden)."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(hidden, inner, bias=False)
-        self.up = nn.Linear(hidden, inner, bias=False)
-        self.down = ResidualLinear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden) -> (..., hidden)."""
-        return self.down(silu(self.gate(x)) * self.up(x))
-
-
 class Block(GradientCheckpointingLayer):
-    """One layer: x + mixer(norm(x)), then x + MLP(norm(x))."""
+    """One layer: x + mixer(norm(x)), then x + MLP(norm(x)), or Hope's chain of such."""
 
     def __init__(self, config: ProteusConfig) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer: Mixer = config.mixer_class(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.chain = Chain(config) if config.channel == "chain" else None
+        if self.chain is None:
+            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, sequence: TokenSequence, state: Any = None, use_state: bool = False) -> tuple[Tensor, Any]:
         """As `Mixer.forward`."""
         mixed, state = self.mixer(self.mixer_norm(x), sequence, state, use_state)
         x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+        return x + self.mlp(self.mlp_norm(x)) if self.chain is None else self.chain(x), state
 
 
 class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
@@ -119,7 +109,8 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             residual = isinstance(module, ResidualLinear)
-            nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(2 * self.config.num_hidden_layers) if residual else INIT_STD)
+            branches = self.config.num_hidden_layers * (1 + self.config.channels)
+            nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(branches) if residual else INIT_STD)
             bias = getattr(module, "bias", None)
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -135,7 +126,8 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
     def parameter_count(config: ProteusConfig) -> int:
         """Parameters of a model of this configuration, without making it."""
         hidden = config.hidden_size
-        layer = config.mixer_class.parameter_count(config) + 3 * hidden * config.intermediate_size + 2 * hidden
+        layer = config.mixer_class.parameter_count(config) + MLP.parameter_count(hidden, config.intermediate_size)
+        layer += (1 + config.channels) * hidden  # norms
         tables = 1 if config.tie_word_embeddings else 2
         return config.num_hidden_layers * layer + tables * config.vocab_size * hidden + hidden
 
@@ -146,7 +138,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         A multiplication with its addition counts two; norms and elementwise functions are left out. Training takes about three
         times as many.
         """
-        layer = config.mixer_class.flops_per_token(config, length) + 6 * config.hidden_size * config.intermediate_size
+        layer = config.mixer_class.flops_per_token(config, length) + MLP.flops(config.hidden_size, config.intermediate_size)
         return config.num_hidden_layers * layer + 2 * config.hidden_size * config.vocab_size
 
     # Memory.

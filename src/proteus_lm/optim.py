@@ -66,6 +66,16 @@ class GatedAdamW(torch.optim.Optimizer):
             if period < 1:
                 raise ValueError(f"a period is {period}; it must be at least 1")
 
+    @property
+    def steps(self) -> int:
+        """Optimiser steps done; the schedules of masks and periods stand there. Set it to continue a run."""
+        return self.param_groups[0]["step"]
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        for group in self.param_groups:
+            group["step"] = value
+
     @torch.no_grad()
     def mask_gradients(self) -> None:
         """Set the gradients of locked coordinates to zero, in place, for the step to come."""

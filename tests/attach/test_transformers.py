@@ -171,15 +171,17 @@ def test_reordered_rows_take_their_positions_along():
 
 
 def test_a_reset_or_copied_cache_has_its_own_positions():
-    model, ids = attach(build(), BLOCKS, CONTEXT), tokens(2, 20)
+    model, hidden = attach(build(), BLOCKS, CONTEXT), torch.randn(2, 29, 32)
+    layer, cache = model.model.layers[0].linear_attn, transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        want, cache = in_calls(model, ids, [20])
-        other = copy.deepcopy(cache)
-        close(model(ids[:, :9], past_key_values=other).logits, model(torch.cat((ids, ids[:, :9]), 1)).logits[:, 20:])
+        want = layer(hidden)
+        first = layer(hidden[:, :20], cache)
+        copied = copy.deepcopy(cache)
+        close(torch.cat((first, layer(hidden[:, 20:], copied)), 1), want)
         assert cache.layers[0].recurrent_states[1].tolist() == [20, 20]
         cache.reset()
         assert not cache.has_previous_state(0)
-        close(model(ids, past_key_values=cache).logits, want)
+        close(layer(hidden, cache), want)
 
 
 def test_packed_documents_restart_in_the_rule(monkeypatch):

@@ -143,6 +143,16 @@ def test_comparison_can_say_worse_better_and_no_difference():
     assert "No difference" in compare(a, a, names=names).verdict()
 
 
+def test_a_comparison_can_be_of_the_later_positions_only():
+    data = texts(*[65] * 6)
+    a, b = (evaluate(Recurrent(seed=s), data, context=64, bins=4) for s in (0, 1))
+    late = compare(a, b, names=("a", "b"), start=32)
+    assert late.whole.mean == pytest.approx(b.between(32, 64).mean - a.between(32, 64).mean, abs=1e-12)
+    assert late.bins == compare(a, b, names=("a", "b")).bins
+    with pytest.raises(ValueError, match="start is 33; it must be an edge"):
+        compare(a, b, names=("a", "b"), start=33)
+
+
 def test_comparison_of_results_on_other_windows_is_refused():
     a = evaluate(Recurrent(), texts(33, 33), context=8)
     b = evaluate(Recurrent(), texts(33, 33), context=16)

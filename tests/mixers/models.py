@@ -26,7 +26,7 @@ def options(mixer: str, **changes: Any) -> dict[str, Any]:
 
 
 def cases() -> list[Any]:
-    """Every mixer x {one block, four blocks along each axis it has}, and with a window where it has one."""
+    """Every mixer x {one block, four blocks along each axis it has}, and with a window where it has one; Hope-Attention."""
     found = {}
     for name, mixer in registry.items():
         found[f"{name}-E1"] = options(name)
@@ -35,6 +35,7 @@ def cases() -> list[Any]:
         if "memory_blocks" in mixer.fields:
             for axis in ("key", "value") if "memory_axis" in mixer.fields else ("key",):
                 found[f"{name}-E4-{axis}"] = options(name, memory_blocks=4, memory_context=CONTEXT, memory_axis=axis)
+    found["attention-chain"] = options("attention", channel="chain", chain_periods=[1, 3])
     return [pytest.param(fields, id=name) for name, fields in found.items()]
 
 

@@ -7,6 +7,7 @@ imported without it and there is no GPU, or is not installed, there is nothing t
 from __future__ import annotations
 
 import os
+import types
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from proteus_lm import ActivationSchedule  # noqa: E402
-from proteus_lm.ops import reference, triton_deep  # noqa: E402
-from proteus_lm.ops.state import TitansState  # noqa: E402
+from proteus_lm import ActivationSchedule
+from proteus_lm.ops import reference, triton_deep
+from proteus_lm.ops.state import TitansState
 
 H, D, F, CHUNK = 1, 32, 48, 16
 TOLERANCE = 1e-4  # fp32 sums of a few hundred terms through three chunks; found: 6e-7
@@ -71,7 +72,7 @@ def compare(tokens, weights, momentum, activation, cu_seqlens=None, **options) -
     sent = [torch.randn(t.shape, generator=g, dtype=torch.float64) for t in right]
     right += torch.autograd.grad(sum((a * b).sum() for a, b in zip(right, sent)), exact)
     ours = leaves([*tokens, *weights, *momentum], torch.float32)
-    units = (F if depth == 2 else D)
+    units = F if depth == 2 else D
     active = torch.full((1, tokens[0].shape[1]), units) if activation is None else activation.active
     offset = torch.as_tensor(0 if activation is None else activation.offset).reshape(-1)
     out = triton_deep.scan(
@@ -175,6 +176,7 @@ def test_locked_units_keep_their_bits_and_their_nan_to_themselves():
         ({"dtype": torch.bfloat16}, "bf16 in Triton's interpreter"),
         ({"head": 48}, "heads of 48"),
         ({"layers": 3}, "3 layers"),
+        ({"chunk": 128}, "more shared memory"),
         ({"hidden": 40}, "40 hidden units"),
         ({"hidden": 1024}, "1024 hidden units"),
         ({}, None),
@@ -188,3 +190,15 @@ def test_refusals_name_what_the_kernels_cannot_do(change, reason):
     weights = [torch.zeros(1, a, b) for a, b in zip(sides, sides[1:])]
     found = triton_deep.refuse(tokens, weights, change.get("chunk", 64))
     assert found is None if reason is None else reason in found
+
+
+def test_blocks_that_open_inside_a_chunk_are_refused_where_unproven_and_only_there():
+    weights = [torch.zeros(1, 64, 256), torch.zeros(1, 256, 64)]
+    q = types.SimpleNamespace(dtype=torch.bfloat16)  # of a GPU's call: only the type is looked at
+    inside = ActivationSchedule(16, 1000).activation(256, 128)
+    on_the_grid = ActivationSchedule(16, 1024).activation(256, 128)
+    assert "position 62" in triton_deep._unproven(q, weights, 64, inside)
+    assert triton_deep._unproven(q, weights, 64, on_the_grid) is None
+    assert triton_deep._unproven(q, weights, 64, None) is None
+    assert triton_deep._unproven(q, weights[:1], 64, inside) is None
+    assert triton_deep._unproven(types.SimpleNamespace(dtype=torch.float32), weights, 64, inside) is None

@@ -55,6 +55,15 @@ def test_the_verdict_can_say_that_it_did_not_help():
     assert "another seed" in text  # the limits of what the error covers are said beside it
 
 
+def test_the_verdict_past_the_training_context_is_of_the_positions_past_it():
+    base, other = run_report("e1", 1), run_report("e8", 8, worse=0.5)
+    past = [run.evaluations[2].past_training.mean for run in (base, other)]
+    assert paired(base, other)["2x"].whole.mean == pytest.approx(past[1] - past[0], abs=1e-12)
+    assert f"**Past the training context** (positions {CONTEXT}–{2 * CONTEXT - 1}, windows of 2x): E = 8 is worse" in verdicts(
+        base, [other]
+    )
+
+
 def test_the_verdict_can_say_that_there_is_no_difference():
     assert "No difference beyond the noise" in verdicts(run_report("e1", 1), [run_report("e8", 8)])
 

@@ -38,12 +38,12 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@torch.compiler.disable  # compiled code loses what it writes to a thread's own data; fla's rules end the graph anyway
+@torch.compiler.disable()  # compiled code loses what it writes to a thread's own data; fla's rules end the graph anyway
 def _begin(call: Call | None) -> None:
     _thread.call = call
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def _under_way() -> Call | None:
     return _thread.call
 

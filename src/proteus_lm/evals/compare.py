@@ -16,9 +16,10 @@ class PairedDifference:
 
     Args:
         base, other: what the two are called in sentences.
-        whole: over all positions.
+        whole: over all positions from `start` on.
         bins: over each bin of positions.
         edges: edges of those bins.
+        start: first position that counts in `whole`.
     """
 
     base: str
@@ -26,6 +27,7 @@ class PairedDifference:
     whole: Estimate
     bins: tuple[Estimate, ...]
     edges: tuple[int, ...]
+    start: int = 0
 
     def verdict(self) -> str:
         """One sentence: better, worse, or no difference beyond the noise (95%, Student's t)."""
@@ -40,22 +42,26 @@ class PairedDifference:
         return f"{self.other} is {'worse' if d.mean > 0 else 'better'} than {self.base} by {size} ({basis})."
 
 
-def compare(base: PerplexityResult, other: PerplexityResult, *, names: tuple[str, str]) -> PairedDifference:
+def compare(base: PerplexityResult, other: PerplexityResult, *, names: tuple[str, str], start: int = 0) -> PairedDifference:
     """The paired difference of two results: both models predicted the same tokens at the same positions.
 
     Args:
         names: what `base` and `other` are called.
+        start: an edge of the bins; positions before it do not count in the difference as a whole.
 
     Raises:
-        ValueError: when the two did not read the same windows with the same bins.
+        ValueError: when the two did not read the same windows with the same bins, or `start` is no edge before the last.
     """
     if base.windows != other.windows or base.edges != other.edges:
         raise ValueError(
             f"{names[0]} and {names[1]} were not evaluated on the same windows ({len(base.windows)} and {len(other.windows)}, "
             f"bins {base.edges} and {other.edges}); evaluate both on one split with one context, max_tokens and bins"
         )
+    if start not in base.edges[:-1]:
+        raise ValueError(f"start is {start}; it must be an edge of the bins before the last, one of {base.edges[:-1]}")
+    first = base.edges.index(start)
     difference = other.sums - base.sums
     groups = [w.document for w in base.windows]
     columns = (ratio_estimate(difference[:, i], base.counts[:, i], groups) for i in range(difference.shape[1]))
-    whole = ratio_estimate(np.asarray(difference.sum(1)), base.counts.sum(1), groups)
-    return PairedDifference(*names, whole, tuple(columns), base.edges)
+    whole = ratio_estimate(np.asarray(difference[:, first:].sum(1)), base.counts[:, first:].sum(1), groups)
+    return PairedDifference(*names, whole, tuple(columns), base.edges, start)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from proteus_lm.mixers.base import Mixer, ResidualLinear
 from proteus_lm.mixers.norm import wide
@@ -28,6 +28,46 @@ class AttentionState(NamedTuple):
 
     keys: Tensor
     values: Tensor
+
+
+class Prefix(NamedTuple):
+    """Learned places that every query sees whatever its position (spec/deep.md 1.5).
+
+    They have no position: queries meet them as they are before they are turned, so nothing about them changes with the distance.
+
+    Args:
+        keys, values: (n, H, D), not turned.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+def softmax_read(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix: Prefix | None = None, plain: Tensor | None = None
+) -> Tensor:
+    """Softmax attention of turned queries.
+
+    Args:
+        q: (N, L, H, D).  k, v: (N, M, H, D).
+        mask: bool (N or 1, 1, L, M), the keys each query sees; None: those up to its own place, L = M.
+        prefix: seen by all; needs a mask, and `plain` (N, L, H, D), the queries before they were turned.
+
+    Returns:
+        (N, L, H, D).
+    """
+    scale = q.shape[-1] ** -0.5
+    if prefix is not None:
+        assert mask is not None and plain is not None, "a prefix needs a mask and the queries before they are turned"
+        # Twice the width: the first half meets the turned keys, the second the prefix.
+        places, width = prefix.keys.shape[0], q.shape[-1]
+        q = torch.cat((q, plain), -1)
+        front = pad(prefix.keys.to(k.dtype), (width, 0)).expand(len(k), -1, -1, -1)
+        k = torch.cat((front, pad(k, (0, width))), 1)
+        v = torch.cat((prefix.values.to(v.dtype).expand(len(v), -1, -1, -1), v), 1)
+        mask = pad(mask, (places, 0), value=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale).transpose(1, 2)
 
 
 class AttentionMixer(Mixer):
@@ -86,30 +126,52 @@ class AttentionMixer(Mixer):
     def forward(
         self, x: Tensor, sequence: TokenSequence, state: AttentionState | None = None, use_state: bool = False
     ) -> tuple[Tensor, AttentionState | None]:
-        """As `Mixer.forward`. Packed documents are attended as rows padded on the right, which a causal mask never sees."""
-        q, k, v = self.linear(x).unflatten(-1, (3, self.heads, self.dim)).unbind(2)
-        turn = turn_at(sequence, q)
-        q, k = rotate(q, turn), rotate(k, turn)
+        """As `Mixer.forward`."""
+        y, state = self.attend(x, sequence, state, use_state)
+        return self.out(y), state
+
+    def project(self, x: Tensor, sequence: TokenSequence) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x (B, T, hidden) -> queries before they are turned, queries, keys, values, each (B, T, H, D)."""
+        plain, k, v = self.linear(x).unflatten(-1, (3, self.heads, self.dim)).unbind(2)
+        turn = turn_at(sequence, plain)
+        return plain, rotate(plain, turn), rotate(k, turn), v
+
+    def keys_values(self, x: Tensor) -> Prefix:
+        """Keys and values (..., H, D) of x (..., hidden), not turned to a position."""
+        weight = self.linear.weight[self.heads * self.dim :]
+        k, v = linear(x.to(weight.dtype), weight).unflatten(-1, (2, self.heads, self.dim)).unbind(-3)
+        return Prefix(k, v)
+
+    def attend(
+        self,
+        x: Tensor,
+        sequence: TokenSequence,
+        state: AttentionState | None = None,
+        use_state: bool = False,
+        persistent: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionState | None]:
+        """As `Mixer.forward`, before the output map: (B, T, H D). `persistent` (n, hidden) is seen by every token.
+
+        Packed documents are attended as rows padded on the right, which a causal mask never sees.
+        """
+        tokens = plain, q, k, v = self.project(x, sequence)
         packed = sequence.cu_seqlens is not None
         if packed:
-            q, k, v = (sequence.documents.split(part) for part in (q, k, v))
+            plain, q, k, v = (sequence.documents.split(part) for part in tokens)
         if state is not None:
             k, v = (torch.cat((old.to(new.dtype), new), 1) for old, new in zip(state, (k, v)))
-        y = self._attend(q, k, v, sequence)
+        past, length = k.shape[1] - q.shape[1], q.shape[1]
+        explicit = persistent is not None
+        mask = sequence.once(("visible", self.window, explicit), lambda: self._visible(past, length, sequence, explicit))
+        prefix = None if persistent is None else self.keys_values(persistent)
+        y = softmax_read(q, k, v, mask, prefix, plain)
         if packed:
             y = sequence.documents.join(y)
-        return self.out(y.flatten(-2)), self._state(k, v, q.shape[1], sequence) if use_state else None
+        return y.flatten(-2), self._state(k, v, length, sequence) if use_state else None
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequence: TokenSequence) -> Tensor:
-        """q (N, L, H, D), k and v (N, past + L, H, D) -> (N, L, H, D)."""
-        past = k.shape[1] - q.shape[1]
-        mask = sequence.once(("visible", self.window), lambda: self._visible(past, q.shape[1], sequence))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
-
-    def _visible(self, past: int, length: int, sequence: TokenSequence) -> Tensor | None:
-        """Which keys each query sees, bool (N or 1, 1, length, past + length); None where it is the plain causal rule."""
-        if not past and (self.window is None or self.window >= length):
+    def _visible(self, past: int, length: int, sequence: TokenSequence, explicit: bool) -> Tensor | None:
+        """Which keys each query sees, bool (N or 1, 1, length, past + length); None for the plain rule unless `explicit`."""
+        if not explicit and not past and (self.window is None or self.window >= length):
             return None
         key = torch.arange(past + length, device=sequence.device)
         query = past + torch.arange(length, device=sequence.device)[:, None]

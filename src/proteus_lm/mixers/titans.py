@@ -1,8 +1,8 @@
-"""Titans' neural memory as a token mixer (LMM; spec/deep.md 1.1 - 1.4): a small MLP a head, trained while it reads."""
+"""Titans' neural memory (spec/deep.md 1.1 - 1.5), a small MLP a head, trained while it reads; alone it is the form LMM."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,21 +37,27 @@ class TitansMixerState(NamedTuple):
     memory: TitansState
 
 
-class TitansMixer(Mixer):
-    """S_t = eta_t S_{t-1} - theta_t grad ||M(k_t) - v_t||^2 / 2;  M_t = (1 - alpha_t) M_{t-1} + S_t;  y = out(norm(M(q)) gate).
+class TitansMemory(Mixer):
+    """S_t = eta_t S_{t-1} - theta_t grad ||M(k_t) - v_t||^2 / 2;  M_t = (1 - alpha_t) M_{t-1} + S_t;  `remember` gives M_t(q_t).
 
-    q, k and v have unit length: a step is then safe for theta * chunk / (1 - eta) up to about 1 (spec/deep.md 6), which the form
-    theta = theta_scale / chunk * (1 - eta) * sigmoid(.) keeps to `theta_scale`.
+    What the forms of Titans share. q, k and v have unit length: a step is then safe for theta * chunk / (1 - eta) up to about 1
+    (spec/deep.md 6), which the form theta = theta_scale / chunk * (1 - eta) * sigmoid(.) keeps to `theta_scale`.
+
+    Persistent tokens are learned rows in the model's width. They stand before every document, at positions -n .. -1: the memory
+    takes them as one inner chunk of their own, with one open block, and the convolution sees them before the first token.
     """
 
     fields = frozenset(
         {"conv_size", "memory_blocks", "memory_depth", "memory_expansion", "memory_activation", "chunk_size", "read"}
-        | {"use_momentum", "use_forgetting", "theta_scale"}
+        | {"use_momentum", "use_forgetting", "theta_scale", "persistent_tokens"}
     )
+    writes_persistent: ClassVar[bool] = True
+    """Whether the persistent tokens are written to the memory."""
 
     def __init__(self, config: ProteusConfig) -> None:
         super().__init__()
-        hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+        hidden, heads, dim = self.memory_input(config), config.num_heads, config.head_dim
+        self.schedule = config.schedule
         self.chunk, self.read, self.function = config.chunk_size, config.read, config.memory_activation
         self.use_momentum, self.use_forgetting, self.scale = config.use_momentum, config.use_forgetting, config.theta_scale
         self.projection = ConvProjection(hidden, heads, (dim, dim, dim), config.conv_size)
@@ -59,26 +65,42 @@ class TitansMixer(Mixer):
         self.alpha = GateProjection(hidden, heads, FORGETTING) if config.use_forgetting else None
         self.eta = GateProjection(hidden, heads, MOMENTUM) if config.use_momentum else None
         sizes = self._layer_sizes(config)
-        self.no_decay = tuple(f"W{i + 1}" for i in range(len(sizes)))
-        for name, (i, o) in zip(self.no_decay, sizes):
+        self._matrices = tuple(f"W{i + 1}" for i in range(len(sizes)))
+        for name, (i, o) in zip(self._matrices, sizes):
             self.register_parameter(name, nn.Parameter(torch.empty(heads, i, o)))
-        self.output = GatedOutput(hidden, heads, dim, config.norm_eps, silu)
+        self.persistent = None
+        self.no_decay = self._matrices
+        if config.persistent_tokens:
+            self.persistent = nn.Parameter(torch.empty(config.persistent_tokens, config.hidden_size))
+            self.no_decay = (*self._matrices, "persistent")
         self.units = self.memory_dim(config)
 
     @property
     def initial(self) -> tuple[Tensor, ...]:
         """The learned initial memory W1 .. WL, each (H, in, out)."""
-        return tuple(getattr(self, name) for name in self.no_decay)
+        return tuple(getattr(self, name) for name in self._matrices)
+
+    @classmethod
+    def memory_input(cls, config: ProteusConfig) -> int:
+        """Width of what the memory is given."""
+        return config.hidden_size
 
     def init_weights(self) -> None:
-        """Initial memory normal with variance 1 / inputs, its last matrix smaller, never zero."""
+        """Initial memory normal with variance 1 / inputs, its last matrix smaller, never zero; persistent rows as a normed token."""
+        if self.persistent is not None:
+            nn.init.normal_(self.persistent)
         for weight in self.initial:
             scale = LAST_LAYER if weight is self.initial[-1] else 1.0
             nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
 
     @classmethod
     def validate(cls, config: ProteusConfig) -> None:
-        """Settings of hidden layers need one; a step size above 1 would overshoot the target."""
+        """Settings of hidden layers need one; a step size above 1 would overshoot the target; persistent tokens are one chunk."""
+        if config.persistent_tokens > config.chunk_size:
+            raise ValueError(
+                f"persistent_tokens is {config.persistent_tokens} with chunk_size {config.chunk_size}: they are written as one inner "
+                "chunk; use at most chunk_size of them, or a larger chunk_size"
+            )
         if config.theta_scale > config.chunk_size:
             raise ValueError(
                 f"theta_scale is {config.theta_scale} with chunk_size {config.chunk_size}: a token's step theta_scale / chunk_size "
@@ -107,17 +129,25 @@ class TitansMixer(Mixer):
         return config.num_heads * (1 + config.use_forgetting + config.use_momentum)
 
     @classmethod
+    def matrix_numbers(cls, config: ProteusConfig) -> int:
+        """Numbers in the matrices of one memory, all heads."""
+        return config.num_heads * sum(i * o for i, o in cls._layer_sizes(config))
+
+    @classmethod
     def parameter_count(cls, config: ProteusConfig) -> int:
-        """Projections with their convolution, gates with bias, initial memory, output."""
-        hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
-        memory = heads * sum(i * o for i, o in cls._layer_sizes(config))
-        projection = ConvProjection.parameter_count(hidden, heads, (dim, dim, dim), config.conv_size)
-        return projection + cls._gates(config) * (hidden + 1) + memory + GatedOutput.parameter_count(hidden, heads, dim)
+        """Projections with their convolution, gates with bias, initial memory, persistent tokens."""
+        width, heads, dim = cls.memory_input(config), config.num_heads, config.head_dim
+        projection = ConvProjection.parameter_count(width, heads, (dim, dim, dim), config.conv_size)
+        gates = cls._gates(config) * (width + 1)
+        return projection + gates + cls.matrix_numbers(config) + config.persistent_tokens * config.hidden_size
 
     @classmethod
     def flops_per_token(cls, config: ProteusConfig, length: int) -> float:
-        """Dense maps, and the exact dual form on the open units (spec/deep.md 2.5: 22 dh + 4b(d + h) a head with two layers)."""
-        hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+        """Dense maps, and the exact dual form on the open units (spec/deep.md 2.5: 22 dh + 4b(d + h) a head with two layers).
+
+        Persistent tokens are left out: they are written once a forward, however many documents it holds.
+        """
+        hidden, heads, dim = cls.memory_input(config), config.num_heads, config.head_dim
         sizes, momentum = cls._layer_sizes(config), config.use_momentum
         share = mean_open(config.schedule, cls.memory_dim(config), length)
         square = mean_open(config.schedule, cls.memory_dim(config), length, power=2)
@@ -129,32 +159,60 @@ class TitansMixer(Mixer):
             memory += entries * (2 + 2 * (i > 0) + (8 if momentum else 4))
             memory += 2 * config.chunk_size * (rows * (share if rows_gated else 1) + columns * (share if columns_gated else 1))
         dense = ConvProjection.flops(hidden, heads, (dim, dim, dim), config.conv_size)
-        dense += 2 * hidden * cls._gates(config) + GatedOutput.flops(hidden, heads, dim)
-        return dense + heads * memory
+        return dense + 2 * hidden * cls._gates(config) + heads * memory
 
     @classmethod
     def state_size(cls, config: ProteusConfig, length: int) -> int:
         """Weights and momentum, the open chunk's slots, the convolution's inputs and the position, whatever the length."""
         heads, dim, chunk = config.num_heads, config.head_dim, config.chunk_size
-        memory = 2 * heads * sum(i * o for i, o in cls._layer_sizes(config))
-        return memory + chunk * (heads * (2 * dim + 3) + 1) + 1 + (config.conv_size - 1) * 3 * heads * dim
+        return 2 * cls.matrix_numbers(config) + chunk * (heads * (2 * dim + 3) + 1) + 1 + (config.conv_size - 1) * 3 * heads * dim
 
-    def init_state(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> TitansMixerState:
-        """The learned initial memory for every row, no momentum, an empty open chunk."""
+    def _start(self, batch: int) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+        """The convolution's state, weights and momentum of `batch` rows behind the persistent tokens; None where there are none."""
+        if self.persistent is None or not self.writes_persistent:
+            return None
+        count = len(self.persistent)
+        before = torch.tensor([-count], device=self.persistent.device)
+        sequence = TokenSequence(self.schedule, 1, count, offset=before, device=self.persistent.device)
+        x = self.persistent[None].to(self.projection.linear.weight.dtype)
+        conv, tokens = self._tokens(x, sequence, None)
+        _, state = titans_memory(
+            *(*tokens, self.initial),
+            chunk=count,
+            memory_activation=self.function,
+            activation=sequence.activation(self.units),
+            output_final_state=True,
+        )
+        assert state is not None
+        parts = [tuple(w.expand(batch, *w.shape[1:]) for w in part) for part in (state.weights, state.momentum)]
+        return conv.expand(batch, *conv.shape[1:]), parts[0], parts[1]
+
+    def init_memory(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> TitansMixerState:
+        """The learned initial memory for every row, no momentum, an empty open chunk; with the persistent tokens written."""
         wide = torch.promote_types(dtype, torch.float32)
-        weights = tuple(w.to(wide).expand(batch, *w.shape) for w in self.initial)
+        start = self._start(batch)
+        if start is None:
+            conv = self.projection.init_state(batch, device, dtype)
+            weights = tuple(w.to(wide).expand(batch, *w.shape) for w in self.initial)
+            momentum = tuple(torch.zeros_like(w) for w in weights)
+        else:
+            conv, weights, momentum = start[0].to(dtype), *(tuple(t.to(wide) for t in part) for part in start[1:])
         heads, dim = self.projection.heads, self.projection.widths[0]
         vectors = torch.zeros(batch, self.chunk, heads, dim, device=device, dtype=wide)
         gates = torch.zeros(batch, self.chunk, heads, device=device, dtype=wide)
         slots = torch.zeros(batch, self.chunk, device=device, dtype=torch.int64)
-        momentum = tuple(torch.zeros_like(w) for w in weights)
         memory = TitansState(weights, momentum, vectors, vectors, gates, gates, gates, slots, slots.new_zeros(batch))
-        return TitansMixerState(self.projection.init_state(batch, device, dtype), memory)
+        return TitansMixerState(conv, memory)
 
-    def memory_norm(self, state: TitansMixerState, schedule: ActivationSchedule) -> Tensor:
-        """Norm of W_t - W_0 over matrices and heads, by block of hidden units; an inner entry belongs to its later unit's block."""
+    def learned_norm(self, state: TitansMixerState, schedule: ActivationSchedule) -> Tensor:
+        """Norm of W_t - W_0 over matrices and heads, by block of hidden units; an inner entry belongs to its later unit's block.
+
+        W_0 is the memory before the first token, persistent tokens written.
+        """
         weights, _ = titans_weights(state.memory, memory_activation=self.function)
-        energies = [(w - w0).square().sum(1) for w, w0 in zip(weights, self.initial)]
+        start = self._start(1)
+        initial = self.initial if start is None else start[1]
+        energies = [(w - w0).square().sum(1) for w, w0 in zip(weights, initial)]
         if len(energies) == 1:
             return block_norms(energies[0].sum(2), schedule)
         total = energies[0].sum(1) + energies[-1].sum(2)
@@ -172,16 +230,23 @@ class TitansMixer(Mixer):
         momentum = self.eta(x)
         return theta * torch.sigmoid(-momentum), alpha, torch.sigmoid(momentum)
 
-    def forward(
+    def _tokens(self, x: Tensor, sequence: TokenSequence, conv: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x (B, T, width) -> the convolution's state, and q, k, v (B, T, H, D), theta, alpha, eta (B, T, H)."""
+        parts, conv = self.projection(x, sequence, conv)
+        return conv, (*(l2_normalize(part) for part in parts), *self._step_sizes(x))
+
+    def remember(
         self, x: Tensor, sequence: TokenSequence, state: TitansMixerState | None = None, use_state: bool = False
     ) -> tuple[Tensor, TitansMixerState | None]:
-        """As `Mixer.forward`; one token behind a state runs the decoding step."""
-        parts, conv = self.projection(x, sequence, None if state is None else state.conv)
-        q, k, v = (l2_normalize(part) for part in parts)
-        theta, alpha, eta = self._step_sizes(x)
+        """Write x (B, T, width) and read it: (B, T, H, D); else as `Mixer.forward`. One token behind a state runs the decoding step."""
+        past, initial = (None, None) if state is None else (state.conv, state.memory)
+        if state is None:
+            start = self._start(sequence.rows)
+            past, initial = (None, None) if start is None else (start[0], start[1:])
+        conv, tokens = self._tokens(x, sequence, past)
         if state is not None and sequence.is_step:
             read, memory = titans_step(
-                *(q[:, 0], k[:, 0], v[:, 0], theta[:, 0], alpha[:, 0], eta[:, 0], state.memory),
+                *(*(t[:, 0] for t in tokens), state.memory),
                 active=sequence.active(self.units),
                 read=self.read,
                 memory_activation=self.function,
@@ -189,13 +254,46 @@ class TitansMixer(Mixer):
             read = read[:, None]
         else:
             read, memory = titans_memory(
-                *(q, k, v, theta, alpha, eta, self.initial),
+                *(*tokens, self.initial),
                 chunk=self.chunk,
                 read=self.read,
                 memory_activation=self.function,
                 activation=sequence.activation(self.units),
-                initial_state=None if state is None else state.memory,
+                initial_state=initial,
                 cu_seqlens=sequence.cu_seqlens,
                 output_final_state=use_state,
             )
-        return self.output(read, x), TitansMixerState(conv, memory) if use_state and memory is not None else None
+        return read, TitansMixerState(conv, memory) if use_state and memory is not None else None
+
+
+class TitansMixer(TitansMemory):
+    """The memory alone (LMM): y = out(norm(M_t(q_t)) gate)."""
+
+    def __init__(self, config: ProteusConfig) -> None:
+        super().__init__(config)
+        self.output = GatedOutput(config.hidden_size, config.num_heads, config.head_dim, config.norm_eps, silu)
+
+    @classmethod
+    def parameter_count(cls, config: ProteusConfig) -> int:
+        """The memory's, and the output's."""
+        return super().parameter_count(config) + GatedOutput.parameter_count(config.hidden_size, config.num_heads, config.head_dim)
+
+    @classmethod
+    def flops_per_token(cls, config: ProteusConfig, length: int) -> float:
+        """The memory's, and the output's."""
+        return super().flops_per_token(config, length) + GatedOutput.flops(config.hidden_size, config.num_heads, config.head_dim)
+
+    def init_state(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> TitansMixerState:
+        """As `init_memory`."""
+        return self.init_memory(batch, device, dtype)
+
+    def memory_norm(self, state: TitansMixerState, schedule: ActivationSchedule) -> Tensor:
+        """As `learned_norm`."""
+        return self.learned_norm(state, schedule)
+
+    def forward(
+        self, x: Tensor, sequence: TokenSequence, state: TitansMixerState | None = None, use_state: bool = False
+    ) -> tuple[Tensor, TitansMixerState | None]:
+        """As `Mixer.forward`; one token behind a state runs the decoding step."""
+        read, state = self.remember(x, sequence, state, use_state)
+        return self.output(read, x), state

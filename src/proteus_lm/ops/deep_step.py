@@ -119,10 +119,13 @@ def _step(
     y, _ = _deep_chunk.read(
         q.flatten(0, 1)[:, None], blanked[:depth], blanked[depth:], written, seen._replace(mask=looking), act, keep=False
     )
+    y = y.unflatten(0, (-1, heads))[:, :, 0]
+    if not (torch.compiler.is_compiling() or full.is_cuda or full.any()):  # on a host, a look at `full` costs no wait
+        return y, weights, momentum
     _deep_chunk.advance(blanked[:depth], blanked[depth:], written, at_end)
     commit = full.repeat_interleave(heads, 0)[:, None, None]
-    new = [torch.where(commit & chosen, after, before) for chosen, after, before in zip(inside, blanked, (*weights, *momentum))]
-    return y.unflatten(0, (-1, heads))[:, :, 0], new[:depth], new[depth:]
+    new = [torch.where(commit & chosen, a, b) for chosen, a, b in zip(inside, blanked, (*weights, *momentum))]
+    return y, new[:depth], new[depth:]
 
 
 def _scales(theta: Tensor, alpha: Tensor, eta: Tensor, valid: Tensor, opens: Tensor) -> Scales:

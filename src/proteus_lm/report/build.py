@@ -102,6 +102,7 @@ def _differences(base: RunReport, other: RunReport) -> dict[str, Any]:
     """Paired differences of two runs, ready for JSON: nats per token, other minus base."""
     return {
         which: {
+            "positions": [d.start, d.edges[-1]],
             "verdict": d.verdict(),
             "whole": asdict(d.whole),
             "bins": [{"start": a, "end": b, **asdict(e)} for a, b, e in zip(d.edges, d.edges[1:], d.bins)],

@@ -93,13 +93,15 @@ def draw_training(runs: Sequence[RunReport], path: Path) -> None:
 
 
 def draw_memory(runs: Sequence[RunReport], path: Path) -> None:
-    """One picture a layer: blocks upward, tokens read to the right, colour = norm beyond the initial value, grey = locked."""
+    """One picture a layer: blocks upward, tokens read to the right, colour = norm beyond the initial value, grey = locked.
+
+    Each run has a scale of its own: blocks of a cut memory hold less than the whole of another.
+    """
     traced = [(run, run.memory) for run in runs if run.memory is not None]
     layers = max(trace.norms.shape[1] for _, trace in traced)
-    top = max(float(trace.norms.max()) for _, trace in traced) or 1.0
     figure, axes = new_figure(len(traced), layers, 1.5 + 4.2 * layers, 0.6 + 3.0 * len(traced))
-    image = None
     for (run, trace), row in zip(traced, axes):
+        image = None
         for layer, axis in enumerate(row):
             if layer >= trace.norms.shape[1]:
                 axis.axis("off")
@@ -108,14 +110,16 @@ def draw_memory(runs: Sequence[RunReport], path: Path) -> None:
                 trace.norms[:, layer].T, [[b >= opened for opened in trace.open] for b in range(len(trace.unlocks))]
             )
             axis.set_facecolor("#d9d9d9")
-            image = axis.imshow(norms, origin="lower", aspect="auto", cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
+            image = axis.imshow(
+                norms, origin="lower", aspect="auto", cmap="viridis", vmin=0, vmax=trace.norms.max(), interpolation="nearest"
+            )
             axis.set_xticks(
                 range(len(trace.tokens)), [str(t) for t in trace.tokens], rotation=90 if len(trace.tokens) > 8 else 0, fontsize=8
             )
             axis.set_yticks(range(0, len(trace.unlocks), max(1, len(trace.unlocks) // 8)))
             axis.set(title=f"{run.name}, layer {layer}", xlabel="tokens read", ylabel="block")
-    if image is not None:
-        figure.colorbar(image, ax=axes, label="norm beyond the initial value (grey: locked)", shrink=0.9)
+        if image is not None:
+            figure.colorbar(image, ax=list(row), label="norm beyond initial value\n(grey: locked)")
     save(figure, path)
 
 

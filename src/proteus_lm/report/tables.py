@@ -50,7 +50,7 @@ def base_of(runs: Sequence[RunReport]) -> RunReport:
 
 
 def paired(base: RunReport, other: RunReport) -> Mapping[str, PairedDifference]:
-    """Paired differences by what they cover: the training context, and the longest context evaluated.
+    """Paired differences by multiple of the training context ("1x", "2x"): past that context where the windows are longer.
 
     Raises:
         ValueError: when the two were not evaluated on the same tokens.
@@ -62,7 +62,8 @@ def paired(base: RunReport, other: RunReport) -> Mapping[str, PairedDifference]:
         )
     names = (label(base), label(other)) if base.blocks != other.blocks else (base.name, other.name)
     shared = sorted(base.evaluations.keys() & other.evaluations.keys())
-    return {f"{m}x": compare(base.evaluations[m], other.evaluations[m], names=names) for m in shared}
+    past = base.training_context
+    return {f"{m}x": compare(base.evaluations[m], other.evaluations[m], names=names, start=past if m > 1 else 0) for m in shared}
 
 
 def label(run: RunReport) -> str:
@@ -75,7 +76,9 @@ def verdicts(base: RunReport, others: Sequence[RunReport]) -> str:
     parts = []
     for other in others:
         for multiple, difference in paired(base, other).items():
-            parts.append(f"- **{multiple} the training context.** {difference.verdict()}")
+            first, last = difference.start, difference.edges[-1] - 1
+            where = "Past the training context" if first else "Within the training context"
+            parts.append(f"- **{where}** (positions {first}–{last}, windows of {multiple}): {difference.verdict()}")
         changed = differences(base, other)
         if [name for name, *_ in changed] == ["model.memory_blocks"]:
             parts.append("- The two runs differ in `model.memory_blocks` alone: same seed, same data in the same order.")

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from proteus_lm.optim import GatedAdamW
 from proteus_lm.run import CHECKPOINTS, MODEL, OPTIMIZER, TRAINER, checkpoint_path, checkpoint_steps, damage
 from proteus_lm.train.optimizer import Groups, load_moments, moments
 
@@ -122,15 +123,16 @@ def remove_leftovers(run: Path) -> None:
             shutil.rmtree(folder)
 
 
-def checkpoint_bytes(model: nn.Module) -> int:
-    """Size of one checkpoint: weights and two moments of the trainable parameters."""
-    sizes = [p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in model.parameters()]
+def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Size of one checkpoint: weights, two moments of the trainable parameters, the gradient sums of a gated optimiser."""
+    sums = optimizer.periods if isinstance(optimizer, GatedAdamW) else {}
+    sizes = [p.numel() * p.element_size() * ((3 if p.requires_grad else 1) + (sums.get(p, 1) > 1)) for p in model.parameters()]
     return sum(sizes) + (1 << 20)
 
 
-def check_space(run: Path, model: nn.Module, checkpoints: int) -> None:
+def check_space(run: Path, model: nn.Module, checkpoints: int, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Raise CheckpointError, before any work, when the disk cannot hold that many checkpoints."""
-    need, free = checkpoints * checkpoint_bytes(model), shutil.disk_usage(run).free
+    need, free = checkpoints * checkpoint_bytes(model, optimizer), shutil.disk_usage(run).free
     if free < need:
         raise CheckpointError(
             f"{run} has {free / 1e6:.0f} MB free and {checkpoints} checkpoints of this run take {need / 1e6:.0f} MB; "

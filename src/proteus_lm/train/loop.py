@@ -20,7 +20,7 @@ from proteus_lm.run import PARAMETERS, RECIPE, SESSIONS, Run
 from proteus_lm.train import setup
 from proteus_lm.train.checkpoint import check_space, load_checkpoint, newest_complete
 from proteus_lm.train.metrics import Metrics, Screen
-from proteus_lm.train.optimizer import decay_groups, make_adamw
+from proteus_lm.train.optimizer import decay_groups, make_optimizer
 from proteus_lm.train.ranks import Ranks
 from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe
 from proteus_lm.train.trainer import Trainer
@@ -85,7 +85,7 @@ def _prepare(recipe: Recipe, out: Path, resume: str, device: torch.device, stack
         ranks=ranks,
         model=model,
         forward=torch.compile(model) if options.compile else model,
-        optimizer=make_adamw(groups, options),
+        optimizer=make_optimizer(model, groups, options),
         groups=groups,
         loader=loader,
         micro=micro,
@@ -138,7 +138,7 @@ def _open_run(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     """Write what a run says of itself, and open its metrics."""
     out, options, progress = trainer.out, trainer.recipe.train, trainer.progress
     saves = -(-(options.steps - progress.step) // (options.save_every or options.steps))
-    check_space(out, trainer.model, min(saves, options.keep + 1 if progress.step == 0 else 1))
+    check_space(out, trainer.model, min(saves, options.keep + 1 if progress.step == 0 else 1), trainer.optimizer)
     trainer.recipe.save(out / RECIPE)
     (out / PARAMETERS).write_text(json.dumps(trainer.groups.to_dict(), indent=1), encoding="utf-8")
     with open(out / SESSIONS, "a", encoding="utf-8") as file:
@@ -147,5 +147,7 @@ def _open_run(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     stack.callback(trainer.metrics.close)
     count = sum(p.numel() for p in trainer.model.parameters())
     trainer.screen.say(f"{out}: {count:,} parameters on {trainer.ranks.device}, {options.precision}")
-    for line in [*trainer.groups.lines(), *setup.never_open(trainer.model.config.schedule, trainer.recipe.data.context)]:
+    config = trainer.model.config
+    notes = [*setup.never_open(config.schedule, trainer.recipe.data.context), *setup.update_blocks(config, options)]
+    for line in [*trainer.groups.lines(), *notes]:
         trainer.screen.say(line)

@@ -1,4 +1,4 @@
-"""AdamW: which parameters decay, and how the learning rate moves.
+"""AdamW, gated for a model whose updates are on a schedule: which parameters decay, and how the learning rate moves.
 
 A parameter does not decay when its module marks it (`parameter._no_weight_decay = True`: gates, A_log, dt_bias, D, learned initial
 memories), when it has fewer than two dimensions (norms, biases), or when it is an embedding table. The rest decays.
@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from proteus_lm.hope import update_gates
+from proteus_lm.model import ProteusForCausalLM
+from proteus_lm.optim import GatedAdamW
 from proteus_lm.train.recipe import TrainRecipe
 
 
@@ -62,15 +66,34 @@ def _no_decay_reason(parameter: nn.Parameter, embeddings: set[int]) -> str | Non
     return f"{parameter.dim()} dimension(s)" if parameter.dim() < 2 else None
 
 
+def make_optimizer(model: ProteusForCausalLM, groups: Groups, recipe: TrainRecipe) -> torch.optim.Optimizer:
+    """`GatedAdamW` for a model that has update periods or blocks (Hope, `proteus_lm.hope`), AdamW for every other."""
+    masks, periods = update_gates(model, model.config, recipe.steps)
+    if not masks and not periods:
+        return make_adamw(groups, recipe)
+    return GatedAdamW(
+        _parameter_groups(groups, recipe),
+        lr=recipe.lr,
+        betas=recipe.betas,
+        eps=recipe.eps,
+        masks=masks,
+        periods=periods,
+        decay_locked=recipe.decay_locked,
+        bias_correction=recipe.bias_correction,
+    )
+
+
 def make_adamw(groups: Groups, recipe: TrainRecipe) -> torch.optim.AdamW:
     """AdamW over the two groups, in one fused kernel a step where the device has it; moments in the parameters' own fp32."""
+    return torch.optim.AdamW(_parameter_groups(groups, recipe), lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
+
+
+def _parameter_groups(groups: Groups, recipe: TrainRecipe) -> list[dict[str, Any]]:
     parameters = [
         {"params": list(groups.decay.values()), "weight_decay": recipe.weight_decay},
         {"params": list(groups.no_decay.values()), "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in parameters if group["params"]], lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True
-    )
+    return [group for group in parameters if group["params"]]
 
 
 def learning_rate(recipe: TrainRecipe, step: int) -> float:
@@ -94,8 +117,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Tensor]:
-    """The optimiser's state by parameter name: exp_avg.NAME, exp_avg_sq.NAME, step.NAME (fp32, on their own devices)."""
-    found: dict[str, Tensor] = {}
+    """The optimiser's state by parameter name, on its own device: exp_avg.NAME, exp_avg_sq.NAME, step.NAME (fp32).
+
+    A gated one has the gradients of an unfinished period, gradient_sum.NAME, and one count, `steps` (int64, not by name).
+    """
+    found: dict[str, Tensor] = {"steps": torch.tensor(optimizer.steps)} if isinstance(optimizer, GatedAdamW) else {}
     for name, parameter in (groups.decay | groups.no_decay).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             found[f"{key}.{name}"] = value
@@ -106,9 +132,14 @@ def load_moments(optimizer: torch.optim.Optimizer, groups: Groups, saved: dict[s
     """Put back what `moments` gave.
 
     Raises:
-        ValueError: when a name or a shape is not that of this model.
+        ValueError: when a name or a shape is not that of this model, or the state is that of another kind of optimiser.
     """
     parameters = groups.decay | groups.no_decay
+    if isinstance(optimizer, GatedAdamW):
+        if "steps" not in saved:
+            raise ValueError("the saved optimiser state has no count of steps: it is not that of a gated optimiser")
+        optimizer.steps = int(saved["steps"])
+        saved = {key: value for key, value in saved.items() if key != "steps"}
     for key, value in saved.items():
         kind, _, name = key.partition(".")
         parameter = parameters.get(name)

@@ -56,6 +56,8 @@ class TrainRecipe:
         lr: peak learning rate. min_lr_ratio: the last step's learning rate as a part of it (cosine only).
         warmup: steps of linear warm-up. schedule: cosine | constant, after the warm-up.
         betas, eps, weight_decay: of AdamW; decay is decoupled and only for the group `proteus_lm.train.optimizer` names.
+        decay_locked, bias_correction: of the gated optimiser that a model with `update_blocks` has: decay units not yet open too;
+            correct by a "block"'s own updates or by "global" steps (`proteus_lm.optim.GatedAdamW`).
         clip: largest global norm of the gradient; None = no clipping.
         seed: of the initial weights and of the order of the data.
         precision: fp32, or bf16 = bf16 autocast over fp32 weights, gradients and moments.
@@ -81,6 +83,8 @@ class TrainRecipe:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    decay_locked: bool = False
+    bias_correction: Literal["block", "global"] = "block"
     clip: float | None = 1.0
     seed: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -182,6 +186,12 @@ def make_recipe(sections: Mapping[str, Mapping[str, Any]]) -> Recipe:
     data = _section(DataRecipe, "data", sections.get("data", {}))
     train = _section(TrainRecipe, "train", sections.get("train", {}))
     model = _model_section(dict(sections.get("model", {})), data.context)
+    if model.get("update_blocks", 1) == 1:
+        for name in ("decay_locked", "bias_correction"):
+            value, default = getattr(train, name), getattr(TrainRecipe, name)
+            _rule(
+                f"train.{name}", value, value == default, f"left out ({default!r}): the model has no update_blocks"
+            )
     return Recipe(model=model, data=data, train=train)
 
 

@@ -23,11 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from proteus_lm.config import ProteusConfig
 from proteus_lm.data.dataset import TokenDataset
 from proteus_lm.data.tokenizer import Tokenizer
+from proteus_lm.hope import update_schedule
 from proteus_lm.run import CONTENTS, RECIPE
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.train.checkpoint import about_checkpoint, newest_complete, remove_leftovers
+from proteus_lm.train.optimizer import learning_rate
 from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe, make_recipe
 
 RESUME = ("auto", "never", "restart")
@@ -121,6 +124,22 @@ def never_open(schedule: ActivationSchedule, context: int) -> list[str]:
     ]
 
 
+def update_blocks(config: ProteusConfig, options: TrainRecipe) -> list[str]:
+    """How far the updates open over training, as one line, where they open by blocks; else none."""
+    if config.update_blocks == 1:
+        return []
+    schedule = update_schedule(config, options.steps)
+    opens = schedule.unlock_position(schedule.blocks - 1)
+    if opens >= options.steps:
+        count = schedule.active_blocks(options.steps - 1)
+        return [f"warning: only {count} of {schedule.blocks} update blocks open within the {options.steps} steps of the run"]
+    rate = learning_rate(options, opens + 1) / options.lr
+    return [
+        f"update blocks: {schedule.blocks}; the last opens at step {opens + 1} of {options.steps}, at {rate:.0%} of the peak "
+        "learning rate (model.schedule_frac opens them earlier)"
+    ]
+
+
 def fingerprint(dataset: TokenDataset) -> str:
     """SHA-256 of the manifest's content, in which are those of the shards: the same data anywhere have the same one."""
     return hashlib.sha256(json.dumps(dataset.manifest.to_dict(), sort_keys=True).encode()).hexdigest()
@@ -191,7 +210,9 @@ def check_same(folder: Path, recipe: Recipe, about: dict[str, Any]) -> list[str]
     before, now = _flat(saved["recipe"]), _flat(about["recipe"])
     differ = [key for key in sorted(before | now) if before.get(key) != now.get(key) and key != "data.path"]
     lines = {key: f"{key}: {before.get(key)!r} in the run, {now.get(key)!r} in the recipe" for key in differ}
-    fatal = [line for key, line in lines.items() if key in _FIXED or key.startswith(("model.", "data."))]
+    # The steps of a run place the unlocks of update blocks: a run half way through would find itself on another schedule.
+    fixed = (*_FIXED, "train.steps") if recipe.model.get("update_blocks", 1) > 1 else _FIXED
+    fatal = [line for key, line in lines.items() if key in fixed or key.startswith(("model.", "data."))]
     for key, name in (("tokenizer", "the tokenizer of the data (hash)"), ("data", "the data (hash of the manifest)")):
         if saved[key] != about[key]:
             fatal.append(f"{name}: {saved[key][:12]} in the run, {about[key][:12]} at {recipe.data.path}")

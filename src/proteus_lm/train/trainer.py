@@ -18,6 +18,7 @@ from proteus_lm.data.loader import Batch, Loader
 from proteus_lm.data.tokenizer import Tokenizer
 from proteus_lm.evals.perplexity import evaluate
 from proteus_lm.model import ProteusForCausalLM
+from proteus_lm.optim import GatedAdamW
 from proteus_lm.train.checkpoint import Progress, save_checkpoint
 from proteus_lm.train.metrics import Metrics, Screen, perplexity
 from proteus_lm.train.optimizer import Groups, learning_rate, set_learning_rate
@@ -42,7 +43,7 @@ class Trainer:
     ranks: Ranks
     model: ProteusForCausalLM
     forward: Callable[..., Any]
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     groups: Groups
     loader: Loader
     micro: int
@@ -97,6 +98,8 @@ class Trainer:
         )
         if step == 1:
             self._say_untrained()
+        if isinstance(self.optimizer, GatedAdamW):
+            self.optimizer.mask_gradients()  # before clipping: locked units must not use up the norm
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         loss_value, norm_value = torch.stack([loss, norm.to(loss)]).tolist()

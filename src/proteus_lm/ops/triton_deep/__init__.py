@@ -12,15 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from proteus_lm.activation import Activation
+
 CHUNKS = (16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
 
 
-def refuse(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int) -> str | None:
+def refuse(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, activation: Activation | None = None) -> str | None:
     """Why the kernels cannot run these inputs, or None.
 
     Args:
         tokens: q, k, v, theta, alpha, eta of a call.  weights: its memory.  chunk: tokens between two boundaries.
+        activation: that of the call.
     """
     q, k, v = tokens[:3]
     if importlib.util.find_spec("triton") is None:
@@ -42,10 +45,23 @@ def refuse(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int) -> s
     dims = q.shape[-1], v.shape[-1]
     if dims[0] not in HEAD_DIMS or dims[1] not in HEAD_DIMS:
         return f"heads of {dims[0]} and {dims[1]}; they must be of {', '.join(map(str, HEAD_DIMS))}"
+    if (q.dtype == torch.float32 and max(chunk, *dims) > 64) or min(chunk, max(dims)) > 64:
+        return f"a chunk of {chunk} with heads of {max(dims)} in {q.dtype}, which takes more shared memory than there is"
     hidden = weights[0].shape[-1]
     most = max(4 * dims[0], 256)
     if len(weights) == 2 and (hidden % 16 or hidden > most):
         return f"{hidden} hidden units; they must be a multiple of 16, at most {most} for heads of {dims[0]}"
+    return _unproven(q, weights, chunk, activation)
+
+
+def _unproven(q: Tensor, weights: Sequence[Tensor], chunk: int, activation: Activation | None) -> str | None:
+    """What did not give right gradients on the one GPU it was run on (docs/titans-kernel.md): not run until it does."""
+    if q.dtype != torch.bfloat16 or len(weights) == 1 or activation is None:
+        return None
+    schedule = activation.schedule
+    inside = [p for p in map(schedule.unlock_position, range(schedule.blocks)) if p % chunk]
+    if inside:
+        return f"a block opens inside a chunk, at position {inside[0]}: with bf16 and two layers its gradients are not proven"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Rows of tokens moved to the chunk grid: slot s of a row holds position s of its chunk; differentiable, plain tensor operations."""
+"""Rows of tokens moved to the chunk grid: slot s of a row holds position s of its chunk. Differentiable tensor operations."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Grid:
 
 
 def align(grid: Grid, tokens: Sequence[Tensor], open_rows: Sequence[Tensor], active: Tensor, open_active: Tensor | None) -> Aligned:
-    """Tokens q, k, v, theta, alpha, eta behind open rows k, v, theta, alpha, eta (or none); a query before the call reads nothing."""
+    """Tokens q, k, v, theta, alpha, eta behind open rows k, v, theta, alpha, eta (or none), for which no query is asked."""
     earlier: list[Tensor | None] = [None] * 6
     if open_rows:
         earlier = [torch.zeros_like(open_rows[0]), *open_rows]

@@ -1,11 +1,15 @@
-"""Backward kernels (spec/deep.md 2.4): the reads' share of every gradient, one program a chunk and head; then the walk back over the
-chunks, one program a (row, head), which carries the gradient of the state and adds the writes' share, second order terms included.
+# ruff: noqa: ANN001 -- kernels: their arguments are pointers, tiles and constants, which Triton types itself
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false
+"""Backward kernels (spec/deep.md 2.4): the reads' share of every gradient, one program a chunk and head; then the walk back over
+the chunks, one program a (row, head), which carries the gradient of the state and adds the writes' share, second order terms
+included; then what follows from that, again one program a chunk and head.
 
-Buffers beside those of the forward: `to_act`, `to_grad` (P, g, b, hidden) and `to_state` (P, g, 2 * depth, d * hidden), operands'
-type: the reads' gradients of act(Z), G1 and of the chunk's start state. `to_err` (P, g, b, dv), `to_k` (P, g, b, dk) fp32: likewise of
-G2 and k. `unit` (P, g, 4, hidden): gradients by unit of the log share of W at the end, of S in W, of S in S; and of the log share of W
-at the reads, in mixed chunks. `turned` (P, g, 4, b, b): scratch through which a product is turned; a product fresh from the tensor
-cores must not be turned in registers (miscompiled on Hopper by triton 3.6), and one that is needed in every tile would fill them.
+Buffers beside those of the forward, in the operands' type: `to_act`, `to_grad`, `to_z` (P, g, b, hidden), gradients of act(Z),
+G1, Z; `to_state`, `d_shadow` (P, g, 2 * depth, d * hidden), the reads' gradient of a chunk's start state, and the whole
+gradient of its end state. In fp32: `to_err` (P, g, b, dv), `to_k` (P, g, b, dk), the reads' gradients of G2 and k; `unit` (P,
+g, 4, hidden), gradients by unit of the log share of W at the end, of S in W, of S in S, and of the log share of W at the reads
+in mixed chunks. `turned` (P, g, 4, b, b) is scratch through which a product is turned: one fresh from the tensor cores must not
+be turned in registers (miscompiled on Hopper by triton 3.6), and one that is needed in every tile would fill them.
 """
 
 from __future__ import annotations
@@ -196,9 +200,10 @@ def write_backward_kernel(
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     DEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows * heads). Brings the state's gradient (fp32, in place) back through the segment's chunks; writes dv, for depth 1 dk,
-    and for `rest_backward_kernel` the state's gradient at each chunk's end (`d_shadow`, as `shadow`) and that of Z (`to_z`, as `act`).
-    `d_back` (P, b, hidden) and `d_err` (P, b, dv), operands' type: scratch of one chunk. Products meet in memory, as in the forward.
+    """Grid (rows * heads). Brings the state's gradient (fp32, in place) back through the segment's chunks; writes dv, for depth 1
+    dk, and for `rest_backward_kernel` the state's gradient at each chunk's end (`d_shadow`) and that of Z (`to_z`).
+    `d_back` (P, b, hidden) and `d_err` (P, b, dv), operands' type: scratch of one chunk. Products meet in memory, as in
+    the forward.
     """
     p = tl.program_id(0)
     row, head = p // H, p % H
@@ -314,7 +319,8 @@ def write_backward_kernel(
                 change = tl.dot(error_t, tl.load(d_back + cells, mask=kept, other=0.0), change, input_precision=PREC)
                 d_z = tl.load(to_z + at * B * HID + cells, mask=kept, other=0.0)
                 first_cells = dk[:, None] * HID + cols[None, :]
-                _back(d_state, to_now, d_now - SLOT, DK * HID, first_cells, kept, open_, shadowed, scales, mul(keys_t, d_z, PREC), PREC)
+                back_1 = mul(keys_t, d_z, PREC)
+                _back(d_state, to_now, d_now - SLOT, DK * HID, first_cells, kept, open_, shadowed, scales, back_1, PREC)
             second = W2 + cols[None, :] * DV + dv[:, None]
             _back(d_state, to_now, d_now - SLOT, DV * HID, second, kept, open_, shadowed, scales, change, PREC)
         tl.debug_barrier()
@@ -352,7 +358,6 @@ def rest_backward_kernel(
     i, p = tl.program_id(0), tl.program_id(1)
     row, head = p // H, p % H
     n = first + i
-    OPD: tl.constexpr = shadow.dtype.element_ty
     t, dk, dv = tl.arange(0, B), tl.arange(0, DK), tl.arange(0, DV)
     SLOT: tl.constexpr = (2 * DK + 2 * DV) * HID if DEEP else 2 * DV * HID
     W2: tl.constexpr = 2 * DK * HID if DEEP else 0

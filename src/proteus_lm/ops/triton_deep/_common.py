@@ -1,3 +1,5 @@
+# ruff: noqa: ANN001 -- kernels: their arguments are pointers, tiles and constants, which Triton types itself
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false
 """What the kernels of the MLP memory share: the pointwise function with its derivatives, tiles of a matrix, the scales of a read.
 
 Layout of the buffers, all contiguous; P = rows * heads programs, g = chunks of a segment, b = slots of a chunk:
@@ -14,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Rows of `vec`: log of the start weights' share at each read; the same before each slot; what of each token's gradient is in W and in
-# S at the chunk's end; start momentum in W and in S at the end, by opening slot; the log share of W at the end; theta; eta.
+# Rows of `vec`: log of the start weights' share at each read; the same before each slot; what of each token's gradient is in W and
+# in S at the chunk's end; start momentum in W and in S at the end, by opening slot; the log share of W at the end; theta; eta.
 LOG_READ, LOG_BEFORE, END_W, END_S, CARRY_W, CARRY_S, LOG_END, THETA, ETA = (tl.constexpr(i) for i in range(9))
 VECTORS = tl.constexpr(9)
 
@@ -45,7 +47,7 @@ def pointwise(z, ACT: tl.constexpr):
 def operand(x, TYPE: tl.constexpr, PREC: tl.constexpr):
     """x in the type of the matrix products. What tf32 would cut off is rounded instead, which halves the error."""
     x = x.to(TYPE)
-    if PREC == "tf32" and TYPE == tl.float32:
+    if PREC == "tf32" and tl.float32 == TYPE:
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         x = tl.where(x == x, rounded, x)

@@ -1,3 +1,5 @@
+# ruff: noqa: ANN001 -- kernels: their arguments are pointers, tiles and constants, which Triton types itself
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false
 """Forward kernels: the walk over the chunks that writes, one program a (row, head), and the reads, one program a chunk and head.
 
 Only writes depend on the chunk before. So the walk does no more than they need and leaves each chunk's start state behind in the
@@ -101,11 +103,11 @@ def write_kernel(
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     ACT: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows * heads). Brings `state` (fp32, as one slot of `shadow`) through the `count` chunks from `first` on, in place; fills
-    `shadow`, `act`, `grad`, `err`, and with KEEP `slope` and `bend`, which the backward needs (without it: scratch of one chunk).
+    """Grid (rows * heads). Brings `state` (fp32, as one slot of `shadow`) through the `count` chunks from `first` on, in place;
+    fills `shadow`, `act`, `grad`, `err`, and with KEEP `slope` and `bend` for the backward (without it: scratch of one chunk).
 
-    Between two products everything passes through memory: a product whose result is an operand of another in registers would be given
-    to one row of warps, and half of 8 warps would repeat the other half's work.
+    Between two products everything passes through memory: a product whose result is an operand of another in registers would be
+    given to one row of warps, and half of 8 warps would repeat the other half's work.
     """
     p = tl.program_id(0)
     row, head = p // H, p % H
@@ -214,7 +216,8 @@ def read_kernel(
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
     ACT: tl.constexpr, DEEP: tl.constexpr, PRE: tl.constexpr, MIXED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks of the segment, rows * heads): y of the chunks that are or are not mixed, with each token's own weights (spec/deep.md 2.2, 3.4)."""
+    """Grid (chunks of the segment, rows * heads): y of the chunks that are or are not mixed, with each token's own
+    weights (spec/deep.md 2.2, 3.4)."""
     i, p = tl.program_id(0), tl.program_id(1)
     row, head = p // H, p % H
     n = first + i

@@ -1,3 +1,5 @@
+# ruff: noqa: ANN001 -- kernels: their arguments are pointers, tiles and constants, which Triton types itself
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false
 """From a chunk's gates to the scales of its dual form, and back: one warp a chunk and head (spec/deep.md 2.1, 3.4).
 
 Everything follows from one recurrence over the slots on rows of b numbers: how much of each token's gradient is in the momentum and

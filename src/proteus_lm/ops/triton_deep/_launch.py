@@ -1,3 +1,4 @@
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false
 """Launches: buffers of one segment of chunks, and the kernels over the segments, forwards and backwards.
 
 Memory is the price of working out the reads of many chunks at once, so the sequence is cut into segments. Their buffers are used

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001 -- the fake implementations repeat the signature above them
 """The kernels as one operator that torch.compile does not look into, and its gradient as another."""
 
 from __future__ import annotations
@@ -16,8 +17,19 @@ def problem_of(tokens: list[Tensor], weights: list[Tensor], chunk: int, read: st
     rows, length, heads, dk = q.shape
     segment = min(SEGMENT, length // chunk)
     return Problem(
-        rows, length, heads, chunk, dk, v.shape[3], weights[-1].shape[-2], len(weights), function, int(read == "pre"), q.dtype,
-        q.device.type, segment,
+        rows,
+        length,
+        heads,
+        chunk,
+        dk,
+        v.shape[3],
+        weights[-1].shape[-2],
+        len(weights),
+        function,
+        int(read == "pre"),
+        q.dtype,
+        q.device.type,
+        segment,
     )
 
 
@@ -52,7 +64,7 @@ def titans_kernels(
 
 
 @titans_kernels.register_fake
-def _(tokens, weights, momentum, active, full, chunk, read, memory_activation, save):  # noqa: ANN001, ANN202
+def _(tokens, weights, momentum, active, full, chunk, read, memory_activation, save):
     problem = problem_of(tokens, weights, chunk, read, memory_activation)
     state = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*weights, *momentum)]
     count = -(-problem.chunks // problem.segment) - 1 if save else 0
@@ -83,7 +95,7 @@ def titans_kernels_backward(
 
 
 @titans_kernels_backward.register_fake
-def _(grads, tokens, weights, momentum, saved, active, full, chunk, read, memory_activation):  # noqa: ANN001, ANN202
+def _(grads, tokens, weights, momentum, saved, active, full, chunk, read, memory_activation):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*tokens, *weights, *momentum)]
 
 

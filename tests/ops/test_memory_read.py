@@ -1,0 +1,91 @@
+"""Reading a memory that stands still equals what the scan reads where nothing is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from proteus_lm import ActivationSchedule
+from proteus_lm.ops import titans_memory
+from proteus_lm.ops.memory_read import titans_read
+
+N, L, H, D, F = 2, 7, 3, 5, 8
+
+
+def case(depth, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(depth)
+    sides = [D, *[F] * (depth - 1), 4]
+    weights = [torch.randn(N, H, i, o, dtype=dtype, generator=generator) for i, o in zip(sides, sides[1:])]
+    return weights, torch.randn(N, L, H, D, dtype=dtype, generator=generator)
+
+
+@pytest.mark.parametrize("memory_activation", ["gelu_tanh", "silu"])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_read_is_that_of_a_scan_without_momentum_and_steps(depth, blocks, memory_activation):
+    weights, q = case(depth)
+    units = F if depth > 1 else D
+    activation = ActivationSchedule(blocks, 8).activation(units, L, offset=[0, 3])
+    still = torch.zeros(N, L, H, dtype=torch.float64)
+    zeros = [torch.zeros_like(w) for w in weights]
+    k, v = torch.randn(N, L, H, D, dtype=torch.float64), torch.randn(N, L, H, 4, dtype=torch.float64)
+    wanted, _ = titans_memory(
+        *(q, k, v, still, still, still + 1, [w[0] for w in weights]),
+        chunk=3,
+        activation=activation,
+        initial_state=(weights, zeros),
+        memory_activation=memory_activation,
+    )
+    got = titans_read(weights, q, activation.active, memory_activation=memory_activation)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    if blocks == 1:
+        torch.testing.assert_close(titans_read(weights, q, memory_activation=memory_activation), got, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_no_query_of_a_row_sees_reaches_neither_result_nor_gradient(depth):
+    results = []
+    for value in (0.0, float("nan")):
+        weights, q = case(depth)
+        units = weights[-1].shape[2]
+        active = torch.tensor([[1, 1, 2, 2, 2, 3, 3], [3] * 7])
+        for i, w in enumerate(weights):
+            if i > 0 or depth == 1:
+                w[:, :, 3:] = value
+            if i < depth - 1:
+                w[..., 3:] = value
+        q.requires_grad_()
+        out = titans_read(weights, q, active.clamp(max=units))
+        out.square().sum().backward()
+        results.append((out.detach(), q.grad))
+    assert all(torch.equal(one, two) for one, two in zip(*results))
+
+
+def test_gradients_reach_weights_and_queries():
+    weights, q = case(3)
+    leaves = [t.requires_grad_() for t in (*weights, q)]
+    active = torch.tensor([[1, 2, 3, 4, 5, 6, 8]])
+    assert torch.autograd.gradcheck(lambda *t: titans_read(t[:-1], t[-1], active), leaves)
+
+
+def test_a_read_is_in_fp32_under_autocast():
+    weights, q = case(2, torch.float32)
+    right = titans_read(weights, q)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(titans_read(weights, q), right)
+    assert titans_read(weights, q.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w, q: (w, q[0], None), "must be"),
+        (lambda w, q: ([], q, None), "at least one"),
+        (lambda w, q: (w[::-1], q, None), "W1"),
+        (lambda w, q: (w, q, torch.ones(3, L, dtype=torch.int64)), "active"),
+        (lambda w, q: (w, q, torch.ones(1, L + 1, dtype=torch.int64)), "active"),
+    ],
+)
+def test_shapes_that_do_not_fit_raise(change, words):
+    with pytest.raises(ValueError, match=words):
+        titans_read(*change(*case(2)))
