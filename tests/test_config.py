@@ -41,7 +41,10 @@ OTHER = {
     "use_momentum": False,
     "use_forgetting": False,
     "theta_scale": 0.5,
+    "titans_variant": "mag",
     "persistent_tokens": 2,
+    "segment_length": 12,
+    "mag_combine": "add",
     "inner_decay": "before_norm",
     "output_correction": 0.25,
     "channel": "chain",
@@ -53,6 +56,9 @@ OTHER = {
     "eos_token_id": 4,
     "pad_token_id": 5,
 }
+
+SECOND = {"mixer": "attention", "memory_axis": "key", "channel": "mlp", "titans_variant": "mal"}
+"""Where a case has the first."""
 
 
 def fingerprint(fields):
@@ -86,7 +92,7 @@ def test_every_field_has_another_value_to_test():
 @pytest.mark.parametrize("name", OWN)
 def test_a_field_changes_the_model_or_raises(fields, name):
     here = fields.get(name, ProteusConfig.default(name))
-    other = OTHER[name] if here != OTHER[name] else {"mixer": "attention", "memory_axis": "key", "channel": "mlp"}[name]
+    other = OTHER[name] if here != OTHER[name] else SECOND[name]
     changed = {**fields, name: other}
     try:
         ProteusConfig(**changed)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from proteus_lm import ProteusCache, ProteusConfig, ProteusForCausalLM
+from proteus_lm.mixers import MACMixer
 from proteus_lm.mixers.base import ResidualLinear
 from proteus_lm.mixers.norm import RMSNorm
 from tests.mixers.models import assert_near, cases, make, options, tokens
@@ -136,7 +137,7 @@ def test_gates_norms_biases_and_embeddings_are_marked_and_maps_are_not(fields):
     for name, parameter in model.named_parameters():
         module = kinds[name.rpartition(".")[0]]
         small = parameter.dim() < 2 or isinstance(module, RMSNorm | torch.nn.Embedding)
-        gate = any(part in name for part in (".gates.", ".theta.", ".alpha.", ".eta.", ".W1", ".W2"))
+        gate = any(part in name for part in (".gates.", ".theta.", ".alpha.", ".eta.", ".W1", ".W2", ".persistent"))
         assert (name in marked) == (small or gate), name
 
 
@@ -266,20 +267,25 @@ def test_parameters_are_as_many_as_counted(fields, tied):
 def test_floating_point_operations_of_linear_maps_are_those_counted_by_torch(fields):
     """With one token the memories' own work is known in closed form elsewhere; here all that a linear map does."""
     config = ProteusConfig(**fields)
-    model, ids = ProteusForCausalLM(config), tokens(3, 8)
-    counter = FlopCounterMode(display=False)
-    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-    with counter:
-        model(ids, use_cache=False)
-    counts = counter.get_flop_counts()["Global"]
-    dense = sum(count for op, count in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    assert dense == 2 * linear * ids.numel()
+    model = ProteusForCausalLM(config)
+
+    def dense(rows):
+        with FlopCounterMode(display=False) as counter:
+            model(tokens(rows, 8), use_cache=False)
+        counts = counter.get_flop_counts()["Global"]
+        return sum(count for op, count in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+
+    linear = applied(model)
+    # What is done once a forward, the maps of persistent tokens, is not counted for a token.
+    assert dense(6) - dense(3) == 2 * linear * 3 * 8
     rest = model.flops_per_token(config, 8) - 2 * linear
-    assert 0 < rest == 2 * (config.mixer_class.flops_per_token(config, 8) - 2 * mixer_linear(model))
+    assert 0 < rest == 2 * (config.mixer_class.flops_per_token(config, 8) - 2 * applied(model.layers[0].mixer))
 
 
-def mixer_linear(model):
-    return sum(m.weight.numel() for m in model.layers[0].mixer.modules() if isinstance(m, torch.nn.Linear))
+def applied(module):
+    """Weights that multiply a token: every map's once, and MAC's keys and values also for what the token recalled."""
+    maps = sum(m.weight.numel() for m in module.modules() if isinstance(m, torch.nn.Linear))
+    return maps + sum(m.attention.linear.weight.numel() * 2 // 3 for m in module.modules() if isinstance(m, MACMixer))
 
 
 # Errors.

@@ -151,6 +151,8 @@ def test_bad_options_raise(options, says):
 
 def test_gates_that_do_not_fit_raise():
     p = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match="eps is 0 with masks"):
+        GatedAdamW([p], eps=0.0, masks={p: (0, ActivationSchedule(2, 9))})
     with pytest.raises(ValueError, match="dimension 1"):
         GatedAdamW([p], masks={p: (1, ActivationSchedule(2, 9))})
     with pytest.raises(ValueError, match="cannot be cut into 5 blocks"):

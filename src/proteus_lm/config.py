@@ -11,8 +11,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from proteus_lm.hope import check_chain
-from proteus_lm.mixers import registry
+from proteus_lm.mixers import registry, titans_forms
 from proteus_lm.mixers.base import Mixer
+from proteus_lm.mixers.combine import COMBINE
 from proteus_lm.schedule import ActivationSchedule
 
 _COUNTS = (
@@ -20,7 +21,7 @@ _COUNTS = (
     *("conv_size", "swla_window", "memory_blocks", "memory_context", "memory_depth", "memory_expansion", "chunk_size"),
     "update_blocks",
 )
-_OPTIONAL_COUNTS = ("window",)
+_OPTIONAL_COUNTS = ("window", "segment_length")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _POSITIVE = ("norm_eps", "theta_scale")
 _NOT_NEGATIVE_COUNTS = ("persistent_tokens",)
@@ -34,6 +35,8 @@ _CHOICES = {
     "positions": ("document", "window"),
     "memory_activation": ("gelu_tanh", "silu"),
     "read": ("post", "pre"),
+    "titans_variant": tuple(titans_forms),
+    "mag_combine": tuple(COMBINE),
     "inner_decay": ("after_norm", "before_norm"),
 }
 # How a memory is cut means nothing while it is one block.
@@ -64,7 +67,7 @@ class ProteusConfig(PreTrainedConfig):
         memory_axis: blocks of "key" rows or "value" columns (matrix memories; Titans' blocks are hidden units).
         norm_order: norm_then_mask | mask_then_norm of keys and queries (spec/linear.md 2.7).
         positions: a token's position counts in its "document" (packed training gives boundaries), or in the "window" as a whole.
-        window: tokens attention sees, itself included; None for all.
+        window: tokens attention sees, itself included; None for all, and 512 with titans_variant mag and mal.
         swla_window: c, pairs that a token of sliding-window linear attention writes.
         memory_depth, memory_expansion, memory_activation: matrices of Titans' memory, its hidden width in head_dim, the function
             between (gelu_tanh | silu).
@@ -72,7 +75,11 @@ class ProteusConfig(PreTrainedConfig):
         read: of the memory with ("post") or without ("pre") the token's own write.
         use_momentum, use_forgetting: Titans' gates eta and alpha.
         theta_scale: bound of theta * chunk_size / (1 - eta); 1 is safe (spec/deep.md 6).
-        persistent_tokens: learned rows before every document, written to Titans' memory as one inner chunk; 0 for none.
+        titans_variant: form of Titans (docs/titans-forms.md): lmm, the memory alone; mac, mag, mal with attention.
+        persistent_tokens: learned rows of each block before every document, written to Titans' memory as one inner chunk (not with
+            mac), and seen by all tokens of its attention; 0 for none.
+        segment_length: tokens of a segment of mac, a multiple of chunk_size; None is 512 there.
+        mag_combine: sigmoid_gate | silu | add, how mag joins attention and memory.
         inner_decay: Comba's p = sigmoid(b) k after the norm of k ("after_norm"), or before ("before_norm", as fla).
         output_correction: initial D of Comba's q' = q - D p; 0 for none. Its authors use 0.02 at 340M and 1 at 1.3B.
         channel: after the mixer, one "mlp" or Hope's "chain" of them, of the same hidden width together.
@@ -114,7 +121,10 @@ class ProteusConfig(PreTrainedConfig):
     use_momentum: bool = True
     use_forgetting: bool = True
     theta_scale: float = 1.0
+    titans_variant: str = "lmm"
     persistent_tokens: int = 0
+    segment_length: int = None  # pyright: ignore[reportAssignmentType] - of mac, filled in likewise
+    mag_combine: str = "sigmoid_gate"
     inner_decay: str = "after_norm"
     output_correction: float = 1.0
     channel: str = "mlp"
@@ -128,7 +138,7 @@ class ProteusConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_keys(kwargs)
-        for name in ("mixer", "hidden_size", "num_heads"):
+        for name in ("mixer", "titans_variant", "hidden_size", "num_heads"):
             _check_value(name, getattr(self, name))
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
@@ -156,7 +166,7 @@ class ProteusConfig(PreTrainedConfig):
     @property
     def mixer_class(self) -> type[Mixer]:
         """The class of the token mixer."""
-        return registry[self.mixer]
+        return titans_forms[self.titans_variant] if self.mixer == "titans" else registry[self.mixer]
 
     @property
     def schedule(self) -> ActivationSchedule:
@@ -171,10 +181,11 @@ class ProteusConfig(PreTrainedConfig):
     def check(self) -> None:
         """Raise ValueError for a value or a combination outside the rules; `ProteusForCausalLM` asks again, fields may be set."""
         _check_value("mixer", self.mixer)
-        absent = set().union(*(mixer.fields for mixer in registry.values())) - self.mixer_class.fields
+        absent = set().union(*(kind.fields for kind in _kinds().values())) - self.mixer_class.fields
+        here = f"mixer {self.mixer!r}" + (f" with titans_variant {self.titans_variant!r}" if self.mixer == "titans" else "")
         for name in _defaults():
             if name in absent:
-                self._refuse(name, f"does not apply to mixer {self.mixer!r}; mixers with it: {', '.join(_mixers_with(name))}")
+                self._refuse(name, f"does not apply to {here}; mixers with it: {', '.join(_mixers_with(name))}")
             else:
                 _check_value(name, getattr(self, name))
         for name in _INERT:
@@ -232,8 +243,14 @@ def _defaults() -> dict[str, Any]:
     return {f.name: f.default for f in fields(ProteusConfig) if f.name in own and f.default is not MISSING}
 
 
+@cache
+def _kinds() -> dict[str, type[Mixer]]:
+    """Every mixer, each form of Titans by itself."""
+    return {**registry, **{f"titans ({form})": kind for form, kind in titans_forms.items() if kind is not registry["titans"]}}
+
+
 def _mixers_with(name: str) -> list[str]:
-    return [mixer for mixer, kind in registry.items() if name in kind.fields]
+    return [mixer for mixer, kind in _kinds().items() if name in kind.fields]
 
 
 def _check_value(name: str, value: Any) -> None:

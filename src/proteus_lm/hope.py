@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class UpdateGates(NamedTuple):
     """What `GatedAdamW` takes: masks, parameter -> (dimension, schedule over optimiser steps); periods, parameter -> C."""
 
-    masks: dict[nn.Parameter, Gate]
-    periods: dict[nn.Parameter, int]
+    masks: dict[Tensor, Gate]
+    periods: dict[Tensor, int]
 
 
 class Level(nn.Module):

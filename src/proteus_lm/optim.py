@@ -6,15 +6,18 @@ it, its moments stay zero, and (by default) weight decay leaves it alone: it kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from proteus_lm.schedule import ActivationSchedule
 
 Gate = tuple[int, ActivationSchedule]
+Correction = tuple[float, float] | tuple[Tensor, Tensor]
 
 
 class GatedAdamW(torch.optim.Optimizer):
@@ -41,8 +44,8 @@ class GatedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
-        masks: Mapping[Tensor, Gate] | None = None,
-        periods: Mapping[Tensor, int] | None = None,
+        masks: Mapping[Parameter, Gate] | Mapping[Tensor, Gate] | None = None,
+        periods: Mapping[Parameter, int] | Mapping[Tensor, int] | None = None,
         decay_locked: bool = False,
         bias_correction: str = "block",
     ) -> None:
@@ -51,8 +54,11 @@ class GatedAdamW(torch.optim.Optimizer):
         if bias_correction not in ("block", "global"):
             raise ValueError(f"bias_correction is {bias_correction!r}; it must be 'block' or 'global'")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "step": 0})
-        self.masks, self.periods = dict(masks or {}), dict(periods or {})
+        self.masks: dict[Any, Gate] = dict(masks or {})
+        self.periods: dict[Any, int] = dict(periods or {})
         self.decay_locked, self.bias_correction = decay_locked, bias_correction
+        if self.masks and not eps:
+            raise ValueError("eps is 0 with masks: a locked coordinate would be moved by 0 / 0; use an eps above 0")
         known = {p for group in self.param_groups for p in group["params"]}
         for name, mapping in (("masks", self.masks), ("periods", self.periods)):
             strangers = [tuple(p.shape) for p in mapping if p not in known]
@@ -81,11 +87,10 @@ class GatedAdamW(torch.optim.Optimizer):
         """Set the gradients of locked coordinates to zero, in place, for the step to come."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and p in self.masks:
-                    dim, schedule = self.masks[p]
-                    size = p.shape[dim]
-                    width = schedule.active(size, group["step"])
-                    p.grad.narrow(dim, width, size - width).zero_()
+                if p.grad is not None:
+                    dim, width = self._open(group, p)
+                    if width is not None and width < p.shape[dim]:
+                        p.grad.narrow(dim, width, p.shape[dim] - width).zero_()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -116,19 +121,19 @@ class GatedAdamW(torch.optim.Optimizer):
         torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
         self._decay(group, params)
         roots = torch._foreach_sqrt(second)
-        steps, plain = [], []
-        for p, m, root in zip(params, first, roots):
-            size, correction = self._corrections(group, p)
-            if isinstance(size, Tensor):  # the correction differs from block to block
-                p.sub_(m.mul(size).div_(root.div_(correction).add_(group["eps"])))
+        plain, steps, divisors = [], [], []
+        for root, (a, b) in zip(roots, self._corrections(group, params)):
+            if isinstance(a, Tensor) and isinstance(b, Tensor):  # it differs from block to block
+                torch.addcmul(b, root, a, out=root)
+                steps.append(-group["lr"])
             else:
-                plain.append((p, m, root, correction))
-                steps.append(-size)
+                plain.append(root)
+                divisors.append(b)
+                steps.append(-group["lr"] / a)
         if plain:
-            targets, moments, roots, corrections = (list(x) for x in zip(*plain))
-            torch._foreach_div_(roots, corrections)
-            torch._foreach_add_(roots, group["eps"])
-            torch._foreach_addcdiv_(targets, moments, roots, steps)
+            torch._foreach_div_(plain, divisors)
+            torch._foreach_add_(plain, group["eps"])
+        torch._foreach_addcdiv_(params, first, roots, steps)
 
     def _due(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Parameters to update now, with the gradient to use; the gradients of the others are added up."""
@@ -155,35 +160,59 @@ class GatedAdamW(torch.optim.Optimizer):
         return params, grads
 
     def _decay(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Shrink what decays: of a gated parameter the open coordinates."""
         if not group["weight_decay"]:
             return
-        factor = 1 - group["lr"] * group["weight_decay"]
-        gated = [] if self.decay_locked else [p for p in params if p in self.masks]
-        kept = set(gated)
-        free = [p for p in params if p not in kept]
-        if free:
-            torch._foreach_mul_(free, factor)
-        for p in gated:
-            dim, schedule = self.masks[p]
-            p.narrow(dim, 0, schedule.active(p.shape[dim], group["step"])).mul_(factor)
+        factor, whole = 1 - group["lr"] * group["weight_decay"], []
+        for p in params:
+            dim, width = self._open(group, p) if not self.decay_locked else (0, None)
+            if width is None or width == p.shape[dim]:
+                whole.append(p)
+            else:
+                p.narrow(dim, 0, width).mul_(factor)
+        if whole:
+            torch._foreach_mul_(whole, factor)
 
-    def _corrections(self, group: dict[str, Any], p: Tensor) -> tuple[Any, Any]:
-        """lr / (1 - beta1^s) and sqrt(1 - beta2^s): numbers, or tensors along the gated dimension where blocks differ in s."""
-        lr, (beta1, beta2), period = group["lr"], group["betas"], self.periods.get(p, 1)
-        updates = (group["step"] + 1) // period
-        if p not in self.masks or self.bias_correction == "global":
-            return lr / (1 - beta1**updates), (1 - beta2**updates) ** 0.5
+    def _open(self, group: dict[str, Any], p: Tensor) -> tuple[int, int | None]:
+        """The gated dimension of a parameter and its open length; None where nothing is gated."""
+        if p not in self.masks:
+            return 0, None
         dim, schedule = self.masks[p]
-        sizes, numerator, root = [], [], []
-        for block, (start, end) in enumerate(schedule.block_bounds(p.shape[dim])):
-            opened = max(1, updates - schedule.unlock_position(block) // period)  # a locked block's 0 / (0 + eps) is 0 anyway
-            sizes.append(end - start)
-            numerator.append(lr / (1 - beta1**opened))
-            root.append((1 - beta2**opened) ** 0.5)
-        if schedule.blocks == 1:
-            return numerator[0], root[0]
+        return dim, _width(schedule, p.shape[dim], group["step"])
+
+    def _corrections(self, group: dict[str, Any], params: list[Tensor]) -> Iterator[Correction]:
+        """Of each parameter: numbers (1 - beta1^s, sqrt(1 - beta2^s)), or where blocks differ in s tensors (a, b) along its gated
+        dimension with  lr m / (1 - beta1^s) / (sqrt(v) / sqrt(1 - beta2^s) + eps) = lr m / (a sqrt(v) + b).
+        """
+        known: dict[Any, Correction] = {}  # parameters of one size and gate share theirs
+        for p in params:
+            period = self.periods.get(p, 1)
+            gate = self.masks.get(p) if self.bias_correction == "block" else None
+            key = (period, gate, gate and (p.shape[gate[0]], p.dim(), p.device, p.dtype))
+            if key not in known:
+                known[key] = self._correction(group, period, gate, p)
+            yield known[key]
+
+    def _correction(self, group: dict[str, Any], period: int, gate: Gate | None, p: Tensor) -> Correction:
+        (beta1, beta2), updates = group["betas"], (group["step"] + 1) // period
+        if gate is None:
+            return 1 - beta1**updates, (1 - beta2**updates) ** 0.5
+        dim, schedule = gate
+        # Each block's own updates; of a locked one, whose moments are 0, any number will do: that of the newest open block.
+        count = schedule.active_blocks(group["step"])
+        own = [max(1, updates - schedule.unlock_position(min(e, count - 1)) // period) for e in range(schedule.blocks)]
+        both = [(1 - beta1**s, (1 - beta2**s) ** 0.5) for s in own]
+        if len(set(both)) == 1:
+            return both[0]
+        sizes = torch.tensor([end - start for start, end in schedule.block_bounds(p.shape[dim])])
+        values = torch.tensor([[x / y for x, y in both], [x * group["eps"] for x, _ in both]], dtype=torch.float64)
         shape = [1] * p.dim()
         shape[dim] = -1
-        repeats = torch.tensor(sizes)
-        both = torch.tensor([numerator, root], dtype=torch.float64).repeat_interleave(repeats, 1).to(p.device, p.dtype)
-        return both[0].view(shape), both[1].view(shape)
+        a, b = values.repeat_interleave(sizes, 1).to(p.device, p.dtype).unbind()
+        return a.view(shape), b.view(shape)
+
+
+@lru_cache(maxsize=1024)
+def _width(schedule: ActivationSchedule, size: int, step: int) -> int:
+    """Open coordinates; many parameters ask the same question each step."""
+    return schedule.active(size, step)

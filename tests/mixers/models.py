@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from proteus_lm import ProteusConfig, ProteusForCausalLM
-from proteus_lm.mixers import registry
+from proteus_lm.mixers import registry, titans_forms
 from proteus_lm.mixers.base import map_state
 
 VOCABULARY = 31
@@ -18,23 +18,36 @@ CONTEXT = 24
 
 
 def options(mixer: str, **changes: Any) -> dict[str, Any]:
-    """Fields of a tiny configuration; `memory_*` and chunk sizes only where the mixer has them."""
-    fields = registry[mixer].fields
-    small = {"chunk_size": 4, "memory_expansion": 2}
+    """Fields of a tiny configuration; `memory_*` and the sizes of chunks, segments and windows only where the mixer has them."""
+    form = changes.get("titans_variant")
+    fields = registry[mixer].fields if form is None else titans_forms[form].fields
+    small: dict[str, Any] = {"chunk_size": 4, "memory_expansion": 2}
+    if form is not None:
+        small |= {"segment_length": 8, "window": 5}
     base = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 8}
     return {**base, "intermediate_size": 24, "mixer": mixer, **{k: v for k, v in small.items() if k in fields}, **changes}
 
 
 def cases() -> list[Any]:
-    """Every mixer x {one block, four blocks along each axis it has}, and with a window where it has one; Hope-Attention."""
+    """Every mixer x {one block, four blocks along each axis it has}, and with a window where it has one; Hope-Attention.
+
+    The forms of Titans without persistent tokens and one block, and with both.
+    """
     found = {}
     for name, mixer in registry.items():
         found[f"{name}-E1"] = options(name)
         if "window" in mixer.fields:
             found[f"{name}-window"] = options(name, window=5)
+        if "swla_window" in mixer.fields:  # longer than what the convolution sees, and than a chunk
+            found[f"{name}-c5"] = options(name, swla_window=5, memory_blocks=4, memory_context=CONTEXT)
         if "memory_blocks" in mixer.fields:
             for axis in ("key", "value") if "memory_axis" in mixer.fields else ("key",):
                 found[f"{name}-E4-{axis}"] = options(name, memory_blocks=4, memory_context=CONTEXT, memory_axis=axis)
+    scheduled = {"memory_blocks": 4, "memory_context": CONTEXT, "persistent_tokens": 3}
+    for form in titans_forms:
+        if form != "lmm":
+            found[f"titans-{form}-E1"] = options("titans", titans_variant=form)
+        found[f"titans-{form}-persistent-E4"] = options("titans", titans_variant=form, **scheduled)
     found["attention-chain"] = options("attention", channel="chain", chain_periods=[1, 3])
     return [pytest.param(fields, id=name) for name, fields in found.items()]
 

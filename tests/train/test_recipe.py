@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from proteus_lm.config import ProteusConfig
+from proteus_lm.model import ProteusForCausalLM
+from proteus_lm.presets import preset_fields
 from proteus_lm.train.recipe import Recipe, RecipeError, load_recipe, make_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -165,7 +168,53 @@ def test_a_memory_that_training_would_never_open_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_that_ships_is_right(path):
-    assert load_recipe(path).train.steps > 0
+    recipe = load_recipe(path)
+    assert recipe.train.steps > 0
+    assert ProteusConfig(**recipe.model).memory_context == recipe.data.context
+
+
+PAPER = sorted(RECIPES.glob("paper-*.yaml"))
+
+
+def test_the_papers_runs_are_there():
+    rows = ("attention", "retnet", "deltanet", "swla", "comba", "titans", "hope", "swla-e16", "comba-e16", "titans-e16", "hope-e16")
+    assert {path.stem for path in PAPER} == {f"paper-{size}-{row}" for size in ("760m", "1.3b") for row in rows}
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_the_papers_runs_have_its_sizes_and_tokens(path):
+    _, size, row, *blocks = path.stem.split("-")
+    recipe = load_recipe(path)
+    model, train = ProteusConfig(**recipe.model), recipe.train
+    tokens, parameters = {"760m": (50e9, 760e6), "1.3b": (100e9, 1.3e9)}[size]
+    assert train.batch_size * recipe.data.context * train.steps == pytest.approx(tokens, rel=1e-4)
+    assert train.batch_size * recipe.data.context == 2**19 and recipe.data.context == 8192
+    assert ProteusForCausalLM.parameter_count(model) == pytest.approx(parameters, rel=0.03)
+    assert (train.lr, train.schedule, train.weight_decay, train.precision) == (4e-4, "cosine", 0.1, "bf16")
+    assert (model.mixer, model.channel) == (("attention", "chain") if row == "hope" else (row, "mlp"))
+    gated = model.update_blocks if row == "hope" else model.memory_blocks
+    assert gated == (16 if blocks else 1) and model.memory_context == 8192
+
+
+def test_a_preset_stands_for_its_fields_and_is_saved_as_them(tmp_path):
+    text = GOOD.replace("{mixer: attention, hidden_size: 32, num_heads: 2, head_dim: 16, num_hidden_layers: 1}", "{MODEL}")
+    recipe = load(tmp_path, text.replace("{MODEL}", "{preset: 20M, mixer: comba, memory_blocks: 16}"))
+    assert recipe.model == preset_fields("20M", "comba", memory_blocks=16, memory_context=64)
+    recipe.save(tmp_path / "saved.yaml")
+    saved = (tmp_path / "saved.yaml").read_text()
+    assert "preset" not in saved and "intermediate_size: 640" in saved and load_recipe(tmp_path / "saved.yaml") == recipe
+    fewer = load(tmp_path, text.replace("{MODEL}", "{preset: 20M, mixer: comba}"), "model.num_hidden_layers=2")
+    assert fewer.model["num_hidden_layers"] == 2 and fewer.model["intermediate_size"] == 640
+    for model, words in {
+        "{preset: 20M}": "needs a mixer",
+        "{preset: 20MB, mixer: comba}": "no preset of size '20MB'; did you mean 20M",
+        "{preset: 760, mixer: comba}": "no preset of size 760",
+        "{preset: 20M, mixer: combo}": "'combo'; did you mean comba",
+        "{presett: 20M, mixer: comba}": "did you mean preset",
+        "{preset: 20M, mixer: comba, window: 9}": "window",
+    }.items():
+        with pytest.raises(RecipeError, match=words):
+            load(tmp_path, text.replace("{MODEL}", model))
 
 
 def test_the_two_demo_recipes_differ_in_the_blocks_of_memory_only():

@@ -90,8 +90,8 @@ def permutations(batch: int, length: int, seed: int, size: int = 5) -> Task:
     """Permutations of `size` things, one a token; the target at each is what all so far give when done one after another.
 
     The word problem of the symmetric group; for size 5 it is beyond any model of constant depth whose transitions commute or
-    are diagonal (NC^1-complete; "The Illusion of State in State-Space Models", arXiv 2404.08819). Token i is the i-th permutation in
-    lexicographic order, 0 the identity. Vocabulary: size! (120 for 5). Chance is 1 / size!.
+    are diagonal (NC^1-complete; "The Illusion of State in State-Space Models", arXiv 2404.08819). Token i is the i-th permutation
+    in lexicographic order, 0 the identity. Vocabulary: size! (120 for 5). Chance is 1 / size!.
 
     Raises:
         ValueError: for a size outside 1 .. 6, whose table of products would not be small.

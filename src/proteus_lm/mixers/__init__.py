@@ -9,6 +9,9 @@ from proteus_lm.mixers.deltanet import DeltaNetMixer, GatedDeltaNetMixer
 from proteus_lm.mixers.retnet import RetNetMixer
 from proteus_lm.mixers.swla import SWLAMixer
 from proteus_lm.mixers.titans import TitansMixer
+from proteus_lm.mixers.titans_mac import MACMixer
+from proteus_lm.mixers.titans_mag import MAGMixer
+from proteus_lm.mixers.titans_mal import MALMixer
 
 registry: dict[str, type[Mixer]] = {
     "attention": AttentionMixer,
@@ -20,14 +23,21 @@ registry: dict[str, type[Mixer]] = {
     "titans": TitansMixer,
 }
 
+titans_forms: dict[str, type[Mixer]] = {"lmm": TitansMixer, "mac": MACMixer, "mag": MAGMixer, "mal": MALMixer}
+"""Of mixer "titans", by `titans_variant`."""
+
 __all__ = [
     "AttentionMixer",
     "CombaMixer",
     "DeltaNetMixer",
     "GatedDeltaNetMixer",
+    "MACMixer",
+    "MAGMixer",
+    "MALMixer",
     "Mixer",
     "RetNetMixer",
     "SWLAMixer",
     "TitansMixer",
     "registry",
+    "titans_forms",
 ]

@@ -49,7 +49,7 @@ class TitansMemory(Mixer):
 
     fields = frozenset(
         {"conv_size", "memory_blocks", "memory_depth", "memory_expansion", "memory_activation", "chunk_size", "read"}
-        | {"use_momentum", "use_forgetting", "theta_scale", "persistent_tokens"}
+        | {"use_momentum", "use_forgetting", "theta_scale", "titans_variant", "persistent_tokens"}
     )
     writes_persistent: ClassVar[bool] = True
     """Whether the persistent tokens are written to the memory."""
@@ -86,7 +86,7 @@ class TitansMemory(Mixer):
         return config.hidden_size
 
     def init_weights(self) -> None:
-        """Initial memory normal with variance 1 / inputs, its last matrix smaller, never zero; persistent rows as a normed token."""
+        """Initial memory of variance 1 / inputs, its last matrix smaller, never zero; persistent rows like normed tokens."""
         if self.persistent is not None:
             nn.init.normal_(self.persistent)
         for weight in self.initial:
@@ -96,10 +96,10 @@ class TitansMemory(Mixer):
     @classmethod
     def validate(cls, config: ProteusConfig) -> None:
         """Settings of hidden layers need one; a step size above 1 would overshoot the target; persistent tokens are one chunk."""
-        if config.persistent_tokens > config.chunk_size:
+        if cls.writes_persistent and config.persistent_tokens > config.chunk_size:
             raise ValueError(
-                f"persistent_tokens is {config.persistent_tokens} with chunk_size {config.chunk_size}: they are written as one inner "
-                "chunk; use at most chunk_size of them, or a larger chunk_size"
+                f"persistent_tokens is {config.persistent_tokens} with chunk_size {config.chunk_size}: they are written as one "
+                "inner chunk; use at most chunk_size of them, or a larger chunk_size"
             )
         if config.theta_scale > config.chunk_size:
             raise ValueError(
@@ -175,9 +175,10 @@ class TitansMemory(Mixer):
         before = torch.tensor([-count], device=self.persistent.device)
         sequence = TokenSequence(self.schedule, 1, count, offset=before, device=self.persistent.device)
         x = self.persistent[None].to(self.projection.linear.weight.dtype)
-        conv, tokens = self._tokens(x, sequence, None)
+        tokens, conv = self._tokens(x, sequence, None)
+        q, k, v, theta, alpha, eta = tokens
         _, state = titans_memory(
-            *(*tokens, self.initial),
+            *(q, k, v, theta, alpha, eta, self.initial),
             chunk=count,
             memory_activation=self.function,
             activation=sequence.activation(self.units),
@@ -230,31 +231,33 @@ class TitansMemory(Mixer):
         momentum = self.eta(x)
         return theta * torch.sigmoid(-momentum), alpha, torch.sigmoid(momentum)
 
-    def _tokens(self, x: Tensor, sequence: TokenSequence, conv: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x (B, T, width) -> the convolution's state, and q, k, v (B, T, H, D), theta, alpha, eta (B, T, H)."""
-        parts, conv = self.projection(x, sequence, conv)
-        return conv, (*(l2_normalize(part) for part in parts), *self._step_sizes(x))
+    def _tokens(self, x: Tensor, sequence: TokenSequence, conv: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        """x (B, T, width) -> q, k, v (B, T, H, D), theta, alpha, eta (B, T, H); and the convolution's state."""
+        parts, after = self.projection(x, sequence, conv)
+        return [*(l2_normalize(part) for part in parts), *self._step_sizes(x)], after
 
     def remember(
         self, x: Tensor, sequence: TokenSequence, state: TitansMixerState | None = None, use_state: bool = False
     ) -> tuple[Tensor, TitansMixerState | None]:
-        """Write x (B, T, width) and read it: (B, T, H, D); else as `Mixer.forward`. One token behind a state runs the decoding step."""
+        """Write x (B, T, width) and read it: (B, T, H, D); else as `Mixer.forward`. One token behind a state is a decoding step."""
         past, initial = (None, None) if state is None else (state.conv, state.memory)
         if state is None:
             start = self._start(sequence.rows)
             past, initial = (None, None) if start is None else (start[0], start[1:])
-        conv, tokens = self._tokens(x, sequence, past)
+        tokens, conv = self._tokens(x, sequence, past)
         if state is not None and sequence.is_step:
+            q, k, v, theta, alpha, eta = (t[:, 0] for t in tokens)
             read, memory = titans_step(
-                *(*(t[:, 0] for t in tokens), state.memory),
+                *(q, k, v, theta, alpha, eta, state.memory),
                 active=sequence.active(self.units),
                 read=self.read,
                 memory_activation=self.function,
             )
             read = read[:, None]
         else:
+            q, k, v, theta, alpha, eta = tokens
             read, memory = titans_memory(
-                *(*tokens, self.initial),
+                *(q, k, v, theta, alpha, eta, self.initial),
                 chunk=self.chunk,
                 read=self.read,
                 memory_activation=self.function,

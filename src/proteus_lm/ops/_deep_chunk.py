@@ -79,6 +79,13 @@ def entries(opened: Tensor, place: str) -> Tensor:
     return columns if place == "first" else rows if place == "last" else rows & columns
 
 
+def opening(active: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """From the open coordinates at each slot, int (N, b), 0 where there is no token, for the first `width` coordinates: the slot at
+    which each opens, int64 (N, w), b where it does not; and whether each is open to each token, bool (N, b, w)."""
+    mask = torch.arange(width, device=active.device) < active[..., None]
+    return torch.where(mask.any(1), mask.to(torch.uint8).argmax(1), active.shape[1]), mask
+
+
 def by_entry(scale: Tensor, place: str) -> Tensor:
     """A value per hidden unit (U, w) as one per entry of a layer's matrix, broadcastable to (U, in, out).
 

@@ -33,15 +33,16 @@ class Gates:
         momentum, weights = theta.new_zeros(2, units, self.slots + 2)
         momentum[:, -2] = 1
         weights[:, -1] = 1
-        rows, self._momenta = [weights], [momentum]
+        self._momenta = [momentum]
+        history = theta.new_empty(self.slots + 1, units, self.slots + 2)  # by slot first: each row is written in one piece
+        history[0] = weights
         for decay, eta, counts, slot in self._steps():
             momentum = momentum * eta
             momentum[:, slot] = 1
-            weights = (weights * decay).addcmul_(momentum, counts)
-            rows.append(weights)
+            torch.mul(history[slot], decay, out=history[slot + 1]).addcmul_(momentum, counts)
             if keep:
                 self._momenta.append(momentum)
-        self.history, self.momentum = torch.stack(rows, 1), momentum  # (U, b + 1, b + 2), (U, b + 2)
+        self.history, self.momentum = history.transpose(0, 1), momentum  # (U, b + 1, b + 2), (U, b + 2)
         if keep:
             self._to_history = torch.zeros_like(self.history)
             self._to_momentum = torch.zeros_like(self.momentum)

@@ -46,6 +46,8 @@ class Layout:
         device: torch.device,
     ) -> None:
         rows, tokens = len(phases), sum(lengths)
+        # Whole rows of whole chunks: tokens move by a change of axes, which is several times faster than by an index.
+        self._whole = rows if held is None and {*phases} == {0} and {*lengths} == {lengths[0]} and not lengths[0] % chunk else 0
         ends = [p + n for p, n in zip(phases, lengths)]
         self.order = sorted(range(rows), key=lambda row: -ends[row])
         self.slots = min(chunk, ends[self.order[0]])
@@ -71,6 +73,9 @@ class Layout:
     def gather(self, tokens: Tensor, open_rows: Tensor | None, dtype: torch.dtype) -> Tensor:
         """(B, T, H, ...) and (N, chunk, H, ...) -> (units * H, slots, ...), zeros in empty slots."""
         heads = tokens.shape[2]
+        if self._whole:
+            chunks = tokens.reshape(self._whole, -1, self.slots, *tokens.shape[2:]).transpose(0, 1).transpose(2, 3)
+            return chunks.to(dtype).reshape(-1, self.slots, *tokens.shape[3:])
         source = tokens.flatten(0, 1)
         if open_rows is not None:
             source = torch.cat([source.to(dtype), open_rows.to(dtype).flatten(0, 1)])
@@ -85,6 +90,9 @@ class Layout:
     def scatter(self, slots: Tensor, tokens: Tensor, open_rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The other way: (units * H, slots, ...) to the shapes and types of `tokens` and `open_rows`, zeros where none was."""
         heads = tokens.shape[2]
+        if self._whole:
+            chunks = slots.view(-1, self._whole, heads, *slots.shape[1:]).transpose(2, 3).transpose(0, 1)
+            return chunks.to(tokens.dtype).reshape(tokens.shape), None
         unit, slot = self._slot_of.div(self.slots, rounding_mode="floor"), self._slot_of % self.slots
         index = (unit * heads * self.slots + slot)[:, None] + torch.arange(heads, device=slots.device) * self.slots
         flat = slots.reshape(-1, *slots.shape[2:])

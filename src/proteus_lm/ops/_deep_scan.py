@@ -16,7 +16,7 @@ from torch import Tensor
 from proteus_lm.ops import _deep_chunk
 from proteus_lm.ops._deep_activation import POINTWISE
 from proteus_lm.ops._deep_chunk import Scales
-from proteus_lm.ops._deep_walk import Start, Step, Walk
+from proteus_lm.ops._deep_walk import Start, Step, Walk, Working
 
 GROUP = 8  # chunks between two saved states; the backward holds the states and write sides of so many at once
 
@@ -62,7 +62,7 @@ def titans_scan(
         act = POINTWISE[memory_activation]
         walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=False)
         depth, y = len(weights), torch.empty_like(walk.v)
-        states = walk.to_walk([*weights, *momentum])
+        states = Working(walk, walk.to_walk([*weights, *momentum]))
         saved: list[Tensor] = []
         if save:
             most = _most_saved(tokens[0], weights, chunk)
@@ -70,7 +70,7 @@ def titans_scan(
             saved = [y.new_empty(most * t[0].numel() if static else n) for t, n in zip([*weights, *momentum], exact)]
         slices = _saved_parts(walk, saved)
         for number, step in enumerate(walk.steps):
-            units, state = walk.units(step), walk.part(step, states)
+            units, state = walk.units(step), states.part(step)
             for target, source in zip(slices.get(number, []), state):
                 target.copy_(source)
             start = walk.start(step, state)
@@ -78,7 +78,7 @@ def titans_scan(
                 walk.q[units], start.state[:depth], start.state[depth:], start.written, start.scales, act, keep=False
             )
             walk.end(step, start, state)
-        return [walk.layout.scatter(y, tokens[2])[0], *walk.from_walk(states), *saved]
+        return [walk.layout.scatter(y, tokens[2])[0], *walk.from_walk(states.whole()), *saved]
 
 
 @torch.library.custom_op("proteus_lm::titans_scan_backward", mutates_args=())
@@ -106,29 +106,29 @@ def titans_scan_backward(
         walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=True)
         earlier = None if not open_rows else open_rows[1]
         grad_y = walk.layout.gather(grads[0], None if earlier is None else torch.zeros_like(earlier), walk.dtype)
-        to_states = walk.to_walk(grads[1:])
+        to_states = Working(walk, walk.to_walk(grads[1:]))
         to_rows = [torch.zeros_like(t) for t in (walk.q, walk.k, walk.v)]
         slices = _saved_parts(walk, saved)
         initial = walk.to_walk([*weights, *momentum])
         for first in reversed(range(0, len(walk.steps), GROUP)):
             steps = walk.steps[first : first + GROUP]
             for step, start in reversed(list(zip(steps, _group(walk, steps, initial, slices.get(first))))):
-                _step_backward(walk, step, start, grad_y, walk.part(step, to_states), to_rows)
+                _step_backward(walk, step, start, grad_y, to_states.part(step), to_rows)
         slots = [*to_rows, *walk.gates.backward()]
         spread = [walk.layout.scatter(s, t, e) for s, t, e in zip(slots, tokens, [None, *open_rows] if open_rows else [None] * 6)]
-        return [*(s[0] for s in spread), *(s[1] for s in spread if s[1] is not None), *walk.from_walk(to_states)]
+        return [*(s[0] for s in spread), *(s[1] for s in spread if s[1] is not None), *walk.from_walk(to_states.whole())]
 
 
 def _group(walk: Walk, steps: list[Step], initial: list[Tensor], saved: list[Tensor] | None) -> list[Start]:
     """The starts of a group's chunks. What was locked at the group's start still holds its initial values."""
-    starts, states = [], [t.clone() for t in initial]
-    for target, source in zip(walk.part(steps[0], states), saved or []):
+    starts, states = [], Working(walk, [t.clone() for t in initial])
+    for target, source in zip(states.part(steps[0]), saved or []):
         target.copy_(source)
     for step in steps:
-        state = [t.clone() for t in walk.part(step, states)]
+        state = [t.clone() for t in states.part(step)]
         starts.append(walk.start(step, state))
         if step is not steps[-1]:
-            walk.end(step, starts[-1], walk.part(step, states))
+            walk.end(step, starts[-1], states.part(step))
     return starts
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from proteus_lm.ops._deep_activation import Pointwise
-from proteus_lm.ops._deep_chunk import Scales, Written, advance, cut, entries, places, write
+from proteus_lm.ops._deep_chunk import Scales, Written, advance, cut, entries, opening, places, write
 from proteus_lm.ops._deep_gates import Gates
 from proteus_lm.ops._deep_layout import Layout, Span
 from proteus_lm.ops.rows import Rows
@@ -114,9 +114,8 @@ class Walk:
         """Scales and write side of a chunk, from the state at its start."""
         units, opens, mask = self.units(step), None, None
         if step.mixed:
-            active = self._active[step.span.start : step.span.stop].repeat_interleave(self.heads, 0)
-            mask = torch.arange(step.width, device=active.device) < active[..., None]
-            opens = torch.where(mask.any(1), mask.to(torch.uint8).argmax(1), self.layout.slots)
+            both = opening(self._active[step.span.start : step.span.stop], step.width)
+            opens, mask = (t.repeat_interleave(self.heads, 0) for t in both)
             state = self._choose(opens, state, [t.new_zeros(()) for t in state])
         written = write(self.k[units], self.v[units], state[: len(self.places)], self.act, mask)
         return Start(state, self.gates.scales(units, opens, mask), written, opens)
@@ -148,3 +147,30 @@ class Walk:
         """`opened` at the entries that open in this chunk or before (all their coordinates do), `locked` at the others."""
         inside, layers = opens < self.layout.slots, [*self.places, *self.places]
         return [torch.where(entries(inside, place), a, b) for place, a, b in zip(layers, opened, locked)]
+
+
+class Working:
+    """States (N * H, in, out) of all rows, of which a walk changes the rows and the open width of one chunk at a time, in place.
+
+    While chunks work on the same part it is a contiguous copy: a product into a strided view would run matrix by matrix.
+    """
+
+    def __init__(self, walk: Walk, states: Sequence[Tensor]) -> None:
+        self._walk, self._states = walk, list(states)
+        self._views: list[Tensor] = []
+        self._part: list[Tensor] = []
+
+    def part(self, step: Step) -> list[Tensor]:
+        """What a chunk works on. Valid until another part is asked for."""
+        views = self._walk.part(step, self._states)
+        if not self._views or views[0].shape != self._views[0].shape:
+            self.whole()
+            self._views, self._part = views, [v.contiguous() for v in views]
+        return self._part
+
+    def whole(self) -> list[Tensor]:
+        """The states, with all changes."""
+        for view, part in zip(self._views, self._part):
+            if part is not view:
+                view.copy_(part)
+        return self._states

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from proteus_lm.ops import _deep_chunk
 from proteus_lm.ops._deep_activation import POINTWISE
-from proteus_lm.ops._deep_chunk import Scales, entries, places
+from proteus_lm.ops._deep_chunk import Scales, entries, opening, places
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.deep import READS, chunk_form
 from proteus_lm.ops.memory_activations import memory_function
@@ -105,9 +105,8 @@ def _step(
     k, v = (t.transpose(1, 2).flatten(0, 1) for t in rows[:2])
     theta, alpha, eta = (t.transpose(1, 2).flatten(0, 1) for t in rows[2:])
     valid = (open_units > 0).repeat_interleave(heads, 0)
-    units = torch.arange(weights[-1].shape[-2], device=q.device)
-    mask = (units < open_units[..., None]).repeat_interleave(heads, 0)
-    opens = torch.where(mask.any(1), mask.to(torch.uint8).argmax(1), chunk)
+    units = weights[-1].shape[-2]
+    opens, mask = (t.repeat_interleave(heads, 0) for t in opening(open_units, units))
     depth = len(weights)
     layers = [*places(depth), *places(depth)]
     inside = [entries(opens < chunk, place) for place in layers]
@@ -115,7 +114,7 @@ def _step(
     written = _deep_chunk.write(k, v, blanked[:depth], act, mask)
     at_end = _scales(theta, alpha, eta, valid, opens)
     seen = at_end if read == "post" else _scales(theta, alpha, eta, valid & ~here.repeat_interleave(heads, 0), opens)
-    looking = (units < now[:, None]).repeat_interleave(heads, 0)[:, None]
+    looking = opening(now[:, None], units)[1].repeat_interleave(heads, 0)
     y, _ = _deep_chunk.read(
         q.flatten(0, 1)[:, None], blanked[:depth], blanked[depth:], written, seen._replace(mask=looking), act, keep=False
     )

@@ -59,7 +59,9 @@ def _check(weights: Sequence[Tensor], q: Tensor, active: Tensor | None) -> None:
     rows, length, heads, width = q.shape
     for i, w in enumerate(weights):
         if w.shape[:3] != (rows, heads, width):
-            raise ValueError(f"W{i + 1} has shape {tuple(w.shape)}; behind what comes before it must be {(rows, heads, width)} + (out,)")
+            raise ValueError(
+                f"W{i + 1} has shape {tuple(w.shape)}; behind what comes before it must be {(rows, heads, width)}, out"
+            )
         width = w.shape[3]
     if active is not None and (active.dim() != 2 or active.shape[0] not in (1, rows) or active.shape[1] != length):
         raise ValueError(f"active has shape {tuple(active.shape)}; it must be ({rows} or 1, {length})")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -147,7 +148,7 @@ def _open_run(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     stack.callback(trainer.metrics.close)
     count = sum(p.numel() for p in trainer.model.parameters())
     trainer.screen.say(f"{out}: {count:,} parameters on {trainer.ranks.device}, {options.precision}")
-    config = trainer.model.config
+    config = cast(ProteusConfig, trainer.model.config)
     notes = [*setup.never_open(config.schedule, trainer.recipe.data.context), *setup.update_blocks(config, options)]
     for line in [*trainer.groups.lines(), *notes]:
         trainer.screen.say(line)

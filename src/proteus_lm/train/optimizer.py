@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from proteus_lm.config import ProteusConfig
 from proteus_lm.hope import update_gates
 from proteus_lm.model import ProteusForCausalLM
 from proteus_lm.optim import GatedAdamW
@@ -68,7 +69,7 @@ def _no_decay_reason(parameter: nn.Parameter, embeddings: set[int]) -> str | Non
 
 def make_optimizer(model: ProteusForCausalLM, groups: Groups, recipe: TrainRecipe) -> torch.optim.Optimizer:
     """`GatedAdamW` for a model that has update periods or blocks (Hope, `proteus_lm.hope`), AdamW for every other."""
-    masks, periods = update_gates(model, model.config, recipe.steps)
+    masks, periods = update_gates(model, cast(ProteusConfig, model.config), recipe.steps)
     if not masks and not periods:
         return make_adamw(groups, recipe)
     return GatedAdamW(

@@ -1,6 +1,7 @@
 """A recipe: the YAML file that says everything about a run, read strictly.
 
-Three sections: `model` (fields of ProteusConfig), `data` and `train` (the dataclasses below). A key nobody knows, a value of the
+Three sections: `model` (fields of ProteusConfig; with `preset`, those of a named size where they are left out), `data` and `train`
+(the dataclasses below). A key nobody knows, a value of the
 wrong type and a value outside its rule are errors that name the section, the key and the remedy: nothing is ignored in silence.
 """
 
@@ -176,7 +177,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def make_recipe(sections: Mapping[str, Mapping[str, Any]]) -> Recipe:
     """The checked recipe of plain sections {"model": {...}, "data": {...}, "train": {...}}.
 
-    The schedule of the memory follows the training context: `model.memory_context` is `data.context` where it is not given.
+    The schedule of the memory follows the training context: `model.memory_context` is `data.context` where it is not given. A
+    `model.preset` is replaced by the fields it stands for (`proteus_lm.presets`), so that a saved recipe does not depend on them.
 
     Raises:
         RecipeError: as `load_recipe`.
@@ -189,9 +191,7 @@ def make_recipe(sections: Mapping[str, Mapping[str, Any]]) -> Recipe:
     if model.get("update_blocks", 1) == 1:
         for name in ("decay_locked", "bias_correction"):
             value, default = getattr(train, name), getattr(TrainRecipe, name)
-            _rule(
-                f"train.{name}", value, value == default, f"left out ({default!r}): the model has no update_blocks"
-            )
+            _rule(f"train.{name}", value, value == default, f"left out ({default!r}): the model has no update_blocks")
     return Recipe(model=model, data=data, train=train)
 
 
@@ -207,9 +207,11 @@ def _model_section(model: dict[str, Any], context: int) -> dict[str, Any]:
     from proteus_lm.config import ProteusConfig
 
     for key in model:
-        _known(key, model_fields(), "key", "section model")
+        _known(key, (*model_fields(), "preset"), "key", "section model")
     model.setdefault("memory_context", context)
     try:
+        if "preset" in model:
+            model = _preset(**model)
         config = ProteusConfig(**model)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"section model: {error}") from error
@@ -219,6 +221,14 @@ def _model_section(model: dict[str, Any], context: int) -> dict[str, Any]:
             f"open in training; leave memory_context out (it is then {context}) or train with a longer context"
         )
     return model
+
+
+def _preset(*, preset: Any, mixer: Any = None, **fields: Any) -> dict[str, Any]:
+    from proteus_lm.presets import preset_fields
+
+    if mixer is None:
+        raise ValueError(f"preset {preset!r} needs a mixer beside it, such as mixer: titans")
+    return preset_fields(preset, mixer, **fields)
 
 
 def _section(kind: type, name: str, values: Mapping[str, Any]) -> Any:
