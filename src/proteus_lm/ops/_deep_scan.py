@@ -57,7 +57,7 @@ def titans_scan(
     Raises:
         ValueError: for boundaries that do not fit the tokens, or an offset that is not the position.
     """
-    _check_position(offset, position)
+    check_position(offset, position)
     with torch.autocast(tokens[0].device.type, enabled=False):
         act = POINTWISE[memory_activation]
         walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=False)
@@ -183,7 +183,8 @@ def _saved_parts(walk: Walk, saved: list[Tensor]) -> dict[int, list[Tensor]]:
     return parts
 
 
-def _check_position(offset: Tensor, position: Tensor | None) -> None:
+def check_position(offset: Tensor, position: Tensor | None) -> None:
+    """Raise ValueError (on CUDA, assert on the device) where the offset (N or 1) is not the position (N), if one is given."""
     if position is None:
         return
     if position.device.type != "cpu" or offset.device.type != "cpu":

@@ -32,11 +32,11 @@ class Choice(NamedTuple):
     reason: str
 
 
-# In the order in which `auto` tries them.
+# In the order in which `auto` tries them. Titans' kernels ask for more than tensors: `deep` has them refuse.
 _BACKENDS = (
     Backend(
         "triton",
-        triton.refuse,
+        lambda operation, tensors: None if operation == "titans_memory" else triton.refuse(operation, tensors),
         "Triton kernels",
         held="its last changes have not run on a GPU yet; ask for it by name",
     ),

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from proteus_lm.activation import Activation
-from proteus_lm.ops import reference
-from proteus_lm.ops._deep_scan import titans_scan
+from proteus_lm.ops import reference, triton_deep
+from proteus_lm.ops._deep_scan import check_position, titans_scan
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.backend import choose
 from proteus_lm.ops.memory_activations import memory_function
@@ -63,7 +63,7 @@ def titans_memory(
             momentum) of tensors (N, H, in, out), which stand at the activation's offset (0 without one).
         cu_seqlens: int (N + 1,), boundaries of the documents packed in one row (B = 1); memory and position start anew at each.
         output_final_state: return the state behind the last token (of each document) too.
-        backend: "auto", "chunk" (the dual form, by chunks) or "reference" (token by token).
+        backend: "auto", "chunk" (the dual form, by chunks), "triton" (the same in GPU kernels) or "reference" (token by token).
 
     Returns:
         y (B, T, H, Dv) in v's type; the state of N rows (N = B, or the documents) in fp32 or fp64, or None.
@@ -80,11 +80,20 @@ def titans_memory(
     _check_activation(activation, q, weights, cu_seqlens)
     _check_state(initial_state, tokens, weights, chunk, rows)
     common = {"chunk": chunk, "read": read, "memory_activation": memory_activation, "cu_seqlens": cu_seqlens}
-    if choose("titans_memory", backend, *tokens, *weights) == "reference":
+    chosen = choose("titans_memory", backend, *tokens, *weights)
+    if chosen == "reference":
         more = {"activation": activation, "initial_state": initial_state, "output_final_state": output_final_state}
         return reference.titans_memory(*tokens, weights, **common, **more)
+    refusal = triton_deep.refuse(tokens, weights, chunk, activation) if chosen == "triton" else None
+    if refusal is not None:
+        raise ValueError(f"backend 'triton' cannot run titans_memory: {refusal}; use backend='auto'")
     start, at = _start(tokens, weights, chunk, rows, activation, initial_state)
-    options = {"carried": isinstance(initial_state, TitansState), "read": read, "memory_activation": memory_activation}
+    options = {
+        "kernel": chosen == "triton",
+        "carried": isinstance(initial_state, TitansState),
+        "read": read,
+        "memory_activation": memory_activation,
+    }
     return chunk_form(tokens, start, at, _active(activation, q, weights), cu_seqlens, output_final_state, **options)
 
 
@@ -99,6 +108,7 @@ def chunk_form(
     carried: bool,
     read: str,
     memory_activation: str,
+    kernel: bool = False,
 ) -> tuple[Tensor, TitansState | None]:
     """The dual form behind `titans_memory`, of arguments that were checked.
 
@@ -106,15 +116,24 @@ def chunk_form(
         start: the state to start from; `carried` says whether its open rows hold tokens and its position is binding.
         at: int64 (N or 1), position of each row's first token.
         active: int64 (B or 1, T), open coordinates of each token.
+        kernel: run it by the Triton kernels.
     """
     depth, chunk = len(start.weights), start.k.shape[1]
     earlier = [start.k, start.v, start.theta, start.alpha, start.eta] if carried else []
     needed = [*tokens, *start.weights, *start.momentum, *earlier]
-    out = titans_scan(
-        list(tokens), earlier, list(start.weights), list(start.momentum),
-        active, start.active if carried else None, at, start.position if carried else None, cu_seqlens, chunk, read,
-        memory_activation, torch.is_grad_enabled() and any(t.requires_grad for t in needed), torch.compiler.is_compiling(),
-    )  # fmt: skip
+    held, position = (start.active, start.position) if carried else (None, None)
+    if kernel:
+        check_position(at, position)
+        out = triton_deep.scan(
+            tokens, earlier, start.weights, start.momentum, active, held, at, cu_seqlens,
+            chunk=chunk, read=read, memory_activation=memory_activation,
+        )  # fmt: skip
+    else:
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in needed)
+        out = titans_scan(
+            list(tokens), earlier, list(start.weights), list(start.momentum), active, held, at, position, cu_seqlens,
+            chunk, read, memory_activation, keep, torch.compiler.is_compiling(),
+        )  # fmt: skip
     if not output_final_state:
         return out[0], None
     boundary = tuple(out[1 : 1 + depth]), tuple(out[1 + depth : 1 + 2 * depth])
