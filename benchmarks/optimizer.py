@@ -110,6 +110,7 @@ def write(rows: list[dict[str, Any]], facts: dict[str, Any], out: Path) -> None:
         f"`python benchmarks/optimizer.py --device {facts['device']} --threads {facts['threads']} --rounds {facts['rounds']}`: "
         f"{rows[0]['parameters']:,} parameters in {rows[0]['tensors']} tensors (Hope-Attention), fp32; {facts['machine']}, "
         f"torch {facts['torch']}. A step's time, both sides in turn in one run.",
+        "Blocks that are open for long take the code of no gate: how far these two rows differ is noise.",
         "",
         "| case | gated, ms | AdamW, ms | ratio, median of rounds | ratio of fastest |",
         "| --- | ---: | ---: | ---: | ---: |",

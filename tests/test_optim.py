@@ -126,6 +126,40 @@ def test_a_period_updates_with_the_mean_gradient():
     torch.testing.assert_close(p, r, rtol=1e-6, atol=1e-7)
 
 
+def test_a_gate_along_columns_is_that_along_rows_of_the_transpose():
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(5, 12))
+    r = torch.nn.Parameter(p.detach().T.clone())
+    schedule = ActivationSchedule(4, 20)
+    optimizers = [GatedAdamW([q], 1e-2, masks={q: (dim, schedule)}) for q, dim in ((p, 1), (r, 0))]
+    for _ in range(30):
+        p.grad = torch.randn(5, 12)
+        r.grad = p.grad.T.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(p.T, r)
+
+
+def test_a_block_that_opens_inside_a_period_learns_from_the_rest_of_it():
+    """It then goes on as a parameter of its own would whose optimiser began with that period."""
+    torch.manual_seed(0)
+    gradients, schedule = torch.randn(20, 4, dtype=torch.float64), ActivationSchedule(2, 10)
+    p = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+    r = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    assert schedule.unlock_position(1) == 5
+    ours = GatedAdamW([p], 1e-2, masks={p: (0, schedule)}, periods={p: 4})
+    alone = GatedAdamW([r], 1e-2, periods={r: 4})
+    for step, gradient in enumerate(gradients):
+        p.grad, r.grad = gradient.clone(), gradient[2:].clone()
+        ours.step()
+        if step == 4:
+            r.grad.zero_()
+        if step >= 4:
+            alone.step()
+        torch.testing.assert_close(p[2:], r, rtol=1e-14, atol=0)
+    assert not torch.equal(r, torch.ones_like(r))
+
+
 @pytest.mark.parametrize("at", [1, 7, 10])
 def test_resume_continues_bit_for_bit(at):
     def make(ps):

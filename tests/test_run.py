@@ -96,10 +96,13 @@ def test_a_step_without_a_checkpoint_names_those_there_are(finished):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "trainer.json", "tokenizer.json"])
-def test_a_missing_file_is_named_and_the_older_checkpoint_serves(copy, name):
+def test_a_missing_file_is_named_and_the_older_checkpoint_serves(copy, name, caplog):
     (checkpoint_path(copy, 4) / name).unlink()
     run = Run.open(copy)
-    assert run.steps == [2] and run.checkpoint() == checkpoint_path(copy, 2)
+    assert run.steps == [2] and run.checkpoint() == run.checkpoint() == checkpoint_path(copy, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"checkpoint {checkpoint_path(copy, 4)} is damaged ({name} is missing); an older one is used"
+    ]
     with pytest.raises(ValueError, match=f"{name} is missing; complete checkpoints: 2"):
         run.load_model(4)
 
@@ -123,6 +126,16 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused(copy):
     trainer.write_text(trainer.read_text().replace(f'"model.safetensors": {size}', f'"model.safetensors": {path.stat().st_size}'))
     with pytest.raises(ValueError, match=r"are not those of its config\.json"):
         Run.open(copy).load_model(4)
+
+
+def test_a_checkpoint_of_another_configuration_is_one_line_that_names_weight_and_shapes(copy, capfd):
+    path = checkpoint_path(copy, 4) / "config.json"
+    path.write_text(path.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
+    with pytest.raises(
+        ValueError, match=r"mismatched keys, such as \S+ \[[\d, ]+\] \[[\d, ]+\]\. Put the config.*there are 2, 4\)$"
+    ):
+        Run.open(copy).load_model(4)
+    assert "MISMATCH" not in "".join(capfd.readouterr())
 
 
 def test_weights_overwritten_with_something_else_are_refused(copy):

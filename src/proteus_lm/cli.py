@@ -116,7 +116,8 @@ def train(
 
     Args:
         recipe: YAML file with the sections model, data, train.
-        overrides: Fields that replace the recipe's, such as train.lr=1e-3 model.memory_blocks=4; can be given several times.
+        overrides: Fields that replace the recipe's, such as train.lr=1e-3 model.memory_blocks=4; --set can be given
+            several times, each field once.
         out: Run folder to write; by default runs/ and the recipe's name.
         resume: auto goes on with the run in the folder if there is one; never refuses; restart removes it and begins again.
         stop_at: Stop after this step and save, although the recipe has more.

@@ -12,7 +12,10 @@ RUN/nonfinite/                  batches that gave a loss or gradient that is not
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +40,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._said: set[str] = set()
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -63,7 +67,7 @@ class Run:
         return [step for step in checkpoint_steps(self.path) if damage(checkpoint_path(self.path, step)) is None]
 
     def checkpoint(self, step: int | None = None) -> Path:
-        """The folder of a complete checkpoint: that of `step`, or the newest.
+        """The folder of a complete checkpoint: that of `step`, or the newest. A damaged newer one is left out with a warning.
 
         Raises:
             FileNotFoundError: when the run has no checkpoint, or none of that step.
@@ -76,11 +80,20 @@ class Run:
             raise FileNotFoundError(f"{self.path} has no checkpoint of step {step}; it has {', '.join(map(str, known))}")
         wanted = [step] if step is not None else known[::-1]
         for candidate in wanted:
-            if damage(checkpoint_path(self.path, candidate)) is None:
+            complaint = damage(checkpoint_path(self.path, candidate))
+            if complaint is None:
                 return checkpoint_path(self.path, candidate)
+            if step is None and len(wanted) > 1:
+                self._warn(f"checkpoint {checkpoint_path(self.path, candidate)} is damaged ({complaint}); an older one is used")
         folder = checkpoint_path(self.path, wanted[0])
         others = ", ".join(map(str, self.steps)) or "none"
         raise ValueError(f"checkpoint {folder} is damaged: {damage(folder)}; complete checkpoints: {others}")
+
+    def _warn(self, text: str) -> None:
+        """Say something once for this object."""
+        if text not in self._said:
+            self._said.add(text)
+            logging.getLogger(__name__).warning(text)
 
     def load_model(
         self, step: int | None = None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
@@ -96,12 +109,18 @@ class Run:
 
         folder = self.checkpoint(step)
         try:
-            model, report = ProteusForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, output_loading_info=True)
+            with _without_loading_report():
+                model, report = ProteusForCausalLM.from_pretrained(
+                    folder, dtype=dtype or torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+                )
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise ValueError(f"checkpoint {folder} cannot be loaded: {error}") from error
-        wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+        wrong = "; ".join(_difference(kind, names) for kind, names in report.items() if names)
         if wrong:
-            raise ValueError(f"the weights in {folder} are not those of its config.json: {wrong}")
+            raise ValueError(
+                f"the weights in {folder} are not those of its config.json: {wrong}. Put the config.json they were saved with beside "
+                f"them, or choose another step (there are {', '.join(map(str, self.steps))})"
+            )
         return model.to(device).eval()
 
     @cached_property
@@ -127,6 +146,26 @@ class Run:
         if not path.is_dir():
             raise FileNotFoundError(f"the data of {self.path} is not at {path} any more; prepare it there again")
         return TokenDataset(path, split)
+
+
+@contextlib.contextmanager
+def _without_loading_report() -> Iterator[None]:
+    """transformers prints a table of weights that do not fit; here they are an error of one line."""
+    from transformers.utils import logging as hub_logging
+
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(hub_logging.CRITICAL)
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)
+
+
+def _difference(kind: str, names: Any) -> str:
+    """The first of the weights that do not fit (or its name, shape in the file, shape in the model), and how many there are."""
+    first = min(names, key=str)
+    text = first if isinstance(first, str) else " ".join(str(list(p)) if isinstance(p, tuple | list) else str(p) for p in first)
+    return f"{len(names)} {kind.replace('_', ' ')}, such as {text}"
 
 
 def checkpoint_path(run: Path, step: int) -> Path:

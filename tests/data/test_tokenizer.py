@@ -70,7 +70,8 @@ def test_a_saved_tokenizer_is_the_same_one_here_and_in_transformers(tmp_path, tr
         assert auto(text).input_ids == tokenizer.encode(text).tolist()
         assert auto.decode(auto(text).input_ids) == tokenizer.decode(tokenizer.encode(text))
         assert (auto.eos_token_id, len(auto)) == (tokenizer.eos_id, tokenizer.vocab_size)
-        assert auto.pad_token_id is not None
+        batch = auto([text, text[:1]], padding=True)  # as a user pads prompts to generate from: on the left
+        assert batch.attention_mask[1][-1] == 1 and batch.attention_mask[1][0] == 0
         assert sorted(path.name for path in folder.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 

@@ -15,7 +15,7 @@ PAIRS, LENGTH, VOCABULARY = 4, 16, 16
 CHANCE = 1 / PAIRS
 """Knowing a row's values, but not which belongs to which key."""
 WANTED = 0.9
-"""All mixers reach 0.96 or more; the margin over chance is 0.65."""
+"""All mixers here reached 0.998 or more; the margin over chance is 0.65."""
 
 
 def learn(steps, **fields):
@@ -55,8 +55,9 @@ CASES = [(name, n) for name in sorted(registry) for n in (1, 4) if n == 1 or "me
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mixer", "blocks"), CASES)
-def test_every_mixer_recalls(mixer, blocks):
+def test_every_mixer_recalls(mixer, blocks, record_property):
     # Without a convolution two layers must first learn to bring each key to its value.
     steps = 250 if "conv_size" in registry[mixer].fields else 1500
     reached = learn(steps, mixer=mixer, memory_blocks=blocks)
+    record_property("accuracy", reached)
     assert reached >= WANTED, f"{mixer}, {blocks} blocks: accuracy {reached:.3f}, chance {CHANCE:.3f}, wanted {WANTED}"

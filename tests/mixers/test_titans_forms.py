@@ -465,3 +465,38 @@ def test_operations_of_the_forms_are_those_of_their_parts():
     maps = 2 * (4 * hidden * width + 2 * hidden * width + width * hidden + width * (hidden + 4))
     read = 2 * 2 * (8 * 16 + 16 * 8)
     assert flops["mac"] == pytest.approx(flops["lmm"] - output + maps + 4 * width * seen + read)
+
+
+# Generation and types.
+
+
+@forms
+def test_generate_past_segments_with_left_padding_is_what_full_forwards_say(form):
+    model = make(options("titans", titans_variant=form, **SCHEDULED, persistent_tokens=3))
+    ids, mask = tokens(2, 5), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    text = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    for row in range(2):
+        start = int(mask[row].sum())
+        alone = text[row : row + 1, 5 - start :]
+        logits = model(alone, use_cache=False).logits
+        assert torch.equal(logits[0, start - 1 : -1].argmax(-1), text[row, 5:])
+
+
+@forms
+def test_a_model_loaded_in_bf16_keeps_its_persistent_tokens_in_fp32_and_decodes(form, tmp_path):
+    model = make(options("titans", titans_variant=form, persistent_tokens=3), torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    assert loaded.layers[0].mixer.persistent.dtype == torch.float32
+    ids = tokens(2, 21)
+    with torch.no_grad():
+        whole = loaded(ids, use_cache=True)
+        cache, parts = None, []
+        for part in ids.split([9, 1, 1, 10], 1):
+            out = loaded(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+        wanted = model(ids).logits
+    # Weights and activations of two layers hold 8 bits, 4e-3 each; the wide weights of this test make the differences grow.
+    assert_near(torch.cat(parts, 1).float(), whole.logits.float(), 5e-2)
+    assert_near(whole.logits.float(), wanted, 1e-1)

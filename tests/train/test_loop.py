@@ -251,6 +251,20 @@ def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path):
             train(recipe(), tmp_path, resume=resume)
 
 
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_a_file_where_the_run_should_go_is_named_and_left_alone(recipe, tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"cannot be a folder: a file stands at its place or above it; choose another"):
+        train(recipe(), tmp_path / place)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_stop_before_the_first_step_is_refused_and_nothing_is_written(recipe, tmp_path):
+    with pytest.raises(ValueError, match="stop_at is 0; it must be at least 1"):
+        train(recipe(), tmp_path / "run", stop_at=0)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
     before = train(recipe(), tmp_path / "run").metrics()
     assert train(recipe(), tmp_path / "run").metrics() == before

@@ -47,6 +47,11 @@ def test_overrides_are_yaml_values_and_win(tmp_path):
     assert recipe.data.path == "a=b" and recipe.train.tensorboard is False
 
 
+def test_a_field_set_twice_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(RecipeError, match=r"--set gives train\.lr twice, the second time as '2e-3'; give it once"):
+        load(tmp_path, GOOD, "train.lr=1e-3", "train.steps=20", "train.lr=2e-3")
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -110,8 +110,13 @@ class TokenDataset:
         Raises:
             ValueError: if the file there is another one than the manifest names.
         """
-        found = load_tokenizer(self.path)
-        self.check_tokenizer(found)
+        found, made_with = load_tokenizer(self.path), self.manifest.tokenizer
+        if found.hash != made_with["hash"]:
+            raise ValueError(
+                f"{self.path}/tokenizer.json (hash {found.hash[:12]}, {found.vocab_size} tokens) is not the tokenizer that made "
+                f"the shards beside it: {made_with['name']} (hash {made_with['hash'][:12]}, {made_with['vocab_size']} tokens); "
+                "put that one back, or prepare the data again with overwrite"
+            )
         return found
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -37,6 +37,24 @@ def writing(path: Path, needed: int) -> Iterator[None]:
         raise WriteError(error.errno or errno.EIO, message) from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it; one that is there is left as it is.
+
+    Raises:
+        FileExistsError: where a file stands at its place, or above it.
+        WriteError: when the system refuses.
+    """
+    try:
+        with writing(path, 0):
+            path.mkdir(parents=True, exist_ok=True)
+    except WriteError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise FileExistsError(
+            f"{path} cannot be a folder: a file stands at its place or above it; choose another folder"
+        ) from error
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all: a temporary name, fsync, rename.
 

@@ -207,7 +207,7 @@ class _Work:
         """What is wrong with the finished work, with a remedy; None if nothing is."""
         spec, fraction = self._plan.source["spec"], self._plan.options["validation_fraction"]
         if not self._documents:
-            return f"the source {spec} is empty: it has no text ({self._empty} empty documents)"
+            return f"the source {spec} is empty: it has no text ({self._empty} empty documents); give one with text"
         empty = [name for name, writer in self._writers.items() if not writer.shards]
         if not empty:
             return None

@@ -91,7 +91,7 @@ class Files:
         if not self._files:
             raise ValueError(f"the folder {path} holds nothing to read ({_ALL}); it has {self.ignored or 'no files'}")
         if self.size == 0:
-            raise ValueError(f"the source {path} is empty: 0 bytes")
+            raise ValueError(f"the source {path} is empty: 0 bytes; give one with text")
         if separator is not None and not any(_kind(file) == "text" for file in self._files):
             raise ValueError(f"separator={separator!r} is for text files; {path} holds none")
 

@@ -100,11 +100,19 @@ class Tokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json: `AutoTokenizer.from_pretrained(folder)` gives the same ids."""
+        """Write tokenizer.json and tokenizer_config.json: `AutoTokenizer.from_pretrained(folder)` gives the same ids.
+
+        Padding goes to the left there: a batch of unequal prompts can go on from its last column.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "tokenizer.json", self.definition)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos, "pad_token": self.eos}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eos,
+            "pad_token": self.eos,
+            "padding_side": "left",
+        }
         write_json(folder / "tokenizer_config.json", config | self.special | {"clean_up_tokenization_spaces": False})
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from proteus_lm.config import ProteusConfig
-from proteus_lm.data.files import write_json, write_text
+from proteus_lm.data.files import make_folder, write_json, write_text
 from proteus_lm.evals import PerplexityResult, evaluate
 from proteus_lm.generate import Sampling, generate
 from proteus_lm.report.collect import Options, Progress, RunReport, bytes_per_token, command, data_identity
@@ -62,7 +62,7 @@ def build_report(
 
     Raises:
         ValueError: for no run, the same run twice, or numbers that cannot be compared.
-        FileNotFoundError: for a run that is not there. ImportError: without matplotlib.
+        FileNotFoundError: for a run that is not there. FileExistsError: when `out` is a file. ImportError: without matplotlib.
     """
     options = options or Options()
     runs = [Run.open(path) for path in paths]
@@ -70,7 +70,7 @@ def build_report(
     _check_comparable(runs, names, options.split)
     check_drawing()
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     schedules = [ProteusConfig.from_pretrained(run.checkpoint()).schedule for run in runs]
     reports = tuple(_measure(run, name, options, schedules, progress) for run, name in zip(runs, names))
     base = base_of(reports)

@@ -46,6 +46,8 @@ def train(recipe: Recipe, out: str | Path, *, resume: str = "auto", stop_at: int
         CheckpointError: when a checkpoint cannot be written; those before it are whole.
         TrainingInterrupted: (a SystemExit) after SIGTERM or SIGINT, with the step finished and saved.
     """
+    if stop_at is not None and stop_at < 1:
+        raise ValueError(f"stop_at is {stop_at}; it must be at least 1, or left out to train to the recipe's end")
     device = setup.choose_device(recipe.train)
     with setup.ambient(recipe.train, device), contextlib.ExitStack() as stack:
         trainer = _prepare(recipe, Path(out), resume, device, stack)

@@ -148,7 +148,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
     Args:
         path: YAML with the sections model, data, train.
-        overrides: "section.key=value" each, the value written as YAML ("train.lr=1e-3", "model.memory_unlocks=[0, 64]").
+        overrides: "section.key=value" each, the value written as YAML ("train.lr=1e-3", "model.memory_unlocks=[0, 64]"); a key
+            given twice is an error, as in the file.
 
     Raises:
         FileNotFoundError: when there is no such file.
@@ -169,8 +170,9 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         if not isinstance(values, dict | None):
             raise RecipeError(f"section {name} of {path} holds {_kind(values)}; it must hold lines of `key: value`")
         sections[name] = dict(values or {})
+    given: set[str] = set()
     for override in overrides:
-        _override(sections, override)
+        _override(sections, override, given)
     return make_recipe(sections)
 
 
@@ -269,12 +271,16 @@ def _typed(where: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _override(sections: dict[str, dict[str, Any]], text: str) -> None:
+def _override(sections: dict[str, dict[str, Any]], text: str, given: set[str]) -> None:
+    """Set one field; `given` holds the keys set before, and gets this one."""
     key, equals, value = text.partition("=")
     section, dot, name = key.strip().partition(".")
     if not equals or not dot or not name:
         raise RecipeError(f"--set {text!r} is not of the form section.key=value, such as train.lr=1e-3")
     _known(section, SECTIONS, "section", f"--set {text}")
+    if key.strip() in given:
+        raise RecipeError(f"--set gives {key.strip()} twice, the second time as {value!r}; give it once")
+    given.add(key.strip())
     try:
         sections.setdefault(section, {})[name] = yaml.load(value, Loader=_StrictLoader)
     except yaml.YAMLError as error:

@@ -25,6 +25,7 @@ import torch
 
 from proteus_lm.config import ProteusConfig
 from proteus_lm.data.dataset import TokenDataset
+from proteus_lm.data.files import make_folder
 from proteus_lm.data.tokenizer import Tokenizer
 from proteus_lm.hope import update_schedule
 from proteus_lm.run import CONTENTS, RECIPE
@@ -150,9 +151,10 @@ def locked(run: Path) -> Iterator[None]:
     """Hold a run directory for one process; it is made when it is not there. Where the system has no flock there is no lock.
 
     Raises:
+        FileExistsError: when there is a file at its place, or above it.
         RuntimeError: when another process trains in it.
     """
-    run.mkdir(parents=True, exist_ok=True)
+    make_folder(run)
     try:
         import fcntl
     except ImportError:
