@@ -140,8 +140,9 @@ def main() -> None:
 def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown, the command above them."""
     lines = [f"`{about['command']}`: torch {about['torch']}, {about['threads']} threads, {about['shape']}.", ""]
-    lines += ["| operation | forward ms | f+b ms | reference / ours, forward | f+b | E=16 / E=1 key rows, forward | f+b | value columns | f+b |"]
-    lines += ["|---" * 9 + "|"]
+    heads = ["operation", "forward ms", "f+b ms", "reference / ours, forward", "f+b"]
+    heads += ["E=16 / E=1 key rows (hidden units), forward", "f+b", "value columns, forward", "f+b"]
+    lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for r in rows:
         value = [f"{r[k]:.2f}" if k in r else "-" for k in ("E16_value_forward", "E16_value_both")]
         lines.append(

@@ -75,6 +75,35 @@ def test_a_block_holds_nothing_before_it_opens_and_something_after(fields):
         assert torch.equal(norms[..., opened:], model.memory_norms(run(model, ids[:, :length], 1)[1])[..., opened:])
 
 
+@scheduled
+@pytest.mark.parametrize("length", [1, 4], ids=["step", "chunks"])
+def test_nan_in_a_locked_block_reaches_neither_output_nor_gradient_and_keeps_its_bits(fields, length):
+    fields = {**fields, "memory_context": 48}  # the second block opens at 12, behind every token of this test
+    model, base, ids = make(fields), make({**fields, "memory_blocks": 1, "memory_axis": "key"}), tokens(2, 9)
+    with torch.no_grad():
+        cache = run(model, ids[:, :5])[1]
+        used = tensors(tuple(run(base, ids[:, :5])[1].states))
+    config = model.config
+    fresh = tensors(tuple(layer.mixer.init_state(2, "cpu", torch.float64) for layer in model.layers))
+    # Locked: what the ungated model has written by now, and this one has not.
+    locked = [(now == new) & (other != new) for now, new, other in zip(tensors(tuple(cache.states)), fresh, used, strict=True)]
+    assert sum(int(mask.sum()) for mask in locked) > 0, f"{config.mixer} has no locked coordinate"
+    results = []
+    for planted in (None, float("nan")):
+        given = cache.copy()
+        for tensor, mask in zip(tensors(tuple(given.states)), locked):
+            if planted is not None and tensor.is_floating_point():
+                tensor[mask] = planted
+        model.zero_grad()
+        logits = model(ids[:, 5 : 5 + length], past_key_values=given).logits
+        logits.square().sum().backward()
+        results.append([logits, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        for tensor, mask, before in zip(tensors(tuple(given.states)), locked, tensors(tuple(cache.states)), strict=True):
+            assert tensor[mask].isnan().all() if planted is not None else torch.equal(tensor[mask], before[mask])
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty)
+
+
 # 3. Causality and memory.
 
 
@@ -139,7 +168,7 @@ def test_any_split_gives_what_one_call_gives_in_bf16(fields):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         whole, _ = run(model, ids)
         pieces, _ = run(model, ids, [5, 1, 1, 9, 6, 1])
-    assert_near(pieces.float(), whole.float(), 2e-2)  # logits and products are rounded to 8 bits, 4e-3 each, over two layers
+    assert_near(pieces.float(), whole.float(), 1e-2)  # design.md's for bf16: products of other shapes are rounded otherwise
 
 
 @every

@@ -118,8 +118,8 @@ class Run:
         wrong = "; ".join(_difference(kind, names) for kind, names in report.items() if names)
         if wrong:
             raise ValueError(
-                f"the weights in {folder} are not those of its config.json: {wrong}. Put the config.json they were saved with beside "
-                f"them, or choose another step (there are {', '.join(map(str, self.steps))})"
+                f"the weights in {folder} are not those of its config.json: {wrong}. Put the config.json they were saved with "
+                f"beside them, or choose another step (there are {', '.join(map(str, self.steps))})"
             )
         return model.to(device).eval()
 

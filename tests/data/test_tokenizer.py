@@ -145,6 +145,13 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
         load_tokenizer(path, eos="a")
 
 
+def test_a_file_that_is_not_text_is_named_as_no_tokenizer(tmp_path):
+    path = tmp_path / "wrong.json"
+    path.write_bytes(b"\xff\x00")
+    with pytest.raises(ValueError, match=r"wrong\.json is not a tokenizer\.json: it is not UTF-8 text"):
+        load_tokenizer(path, eos="a")
+
+
 def test_a_missing_tokenizer_is_a_clear_error_without_network(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"no tokenizer at .*tokenizer\.json"):
         load_tokenizer(tmp_path / "tokenizer.json")

@@ -135,7 +135,7 @@ def load_tokenizer(spec: str | Path | Tokenizer, *, eos: str | None = None) -> T
     path = Path(spec).expanduser()
     if path.is_file():
         beside = path.parent if path.name == "tokenizer.json" else None
-        return _from_definition(path.read_text(encoding="utf-8"), str(spec), beside, eos)
+        return _from_definition(_text(path), str(spec), beside, eos)
     if path.is_dir():
         return _from_folder(path, str(spec), eos)
     return _from_folder(_hub_folder(str(spec)), str(spec), eos)
@@ -171,7 +171,7 @@ def _without_defaults(value: Any) -> Any:
 def _from_folder(folder: Path, name: str, eos: str | None) -> Tokenizer:
     file = folder / "tokenizer.json"
     if file.is_file():
-        return _from_definition(file.read_text(encoding="utf-8"), name, folder, eos)
+        return _from_definition(_text(file), name, folder, eos)
     from transformers import AutoTokenizer  # only here: slow to import, and it can convert older formats
 
     try:
@@ -180,6 +180,13 @@ def _from_folder(folder: Path, name: str, eos: str | None) -> Tokenizer:
     except Exception as error:
         raise ValueError(f"{name} holds no tokenizer.json, nor files that transformers converts: {error}") from error
     return _from_definition(definition, name, folder, eos or converted.eos_token)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a tokenizer.json: it is not UTF-8 text ({error}); give byte or a tokenizer.json") from error
 
 
 def _from_definition(definition: str, name: str, folder: Path | None, eos: str | None) -> Tokenizer:
