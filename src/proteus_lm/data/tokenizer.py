@@ -186,7 +186,7 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not a tokenizer.json: it is not UTF-8 text ({error}); give byte or a tokenizer.json") from error
+        raise ValueError(f"{file} is not a tokenizer.json: it is not UTF-8 text ({error}); give byte or one") from error
 
 
 def _from_definition(definition: str, name: str, folder: Path | None, eos: str | None) -> Tokenizer:
