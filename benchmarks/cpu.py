@@ -22,8 +22,10 @@ from torch import Tensor
 
 from proteus_lm import ActivationSchedule, ops
 from proteus_lm.ops import reference
+from proteus_lm.ops.memory_activations import memory_function
 
 B, T, H, D, HIDDEN, CHUNK = 2, 2048, 4, 64, 256, 64
+UPPER = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
 EXTRA = {
     "retention": ("g",),
     "swla": ("g", "gamma"),
@@ -84,6 +86,53 @@ def forward_backward(module: Any, name: str, blocks: int = 1, axis: str = "key")
     return forward, both
 
 
+def plain_dual_form(tensors: list[Tensor]) -> Tensor:
+    """Titans' dual form for two layers, all open, as spec/deep.md 2.1-2.2 prints it: what autograd differentiates by itself."""
+    q, k, v, theta, alpha, eta = (x.transpose(1, 2) for x in tensors[:6])
+    w1, w2 = (w.expand(B, *w.shape) for w in tensors[6:])
+    s1, s2 = torch.zeros_like(w1), torch.zeros_like(w2)
+    _, slope = memory_function("gelu_tanh")
+    act = memory_function("gelu_tanh").act
+    outs = []
+    for at in range(0, T, CHUNK):
+        x, keys, values, step, forget, keep = (t[:, :, at : at + CHUNK] for t in (q, k, v, theta, alpha, eta))
+        logs = [t.log().cumsum(-1) for t in (1 - forget, keep)]
+        a, p = ((t[..., :, None] - t[..., None, :]).masked_fill(UPPER, -torch.inf).exp() for t in logs)
+        c0, p0 = (t.exp()[..., None] for t in logs)
+        s0, mix, held = a @ p0, a @ p * step[..., None, :], p * step[..., None, :]
+        z = keys @ w1
+        hidden = act(z)
+        g2 = hidden @ w2 - values
+        g1 = g2 @ w2.mT * slope(z)
+        read = act(c0 * (x @ w1) + s0 * (x @ s1) - (mix * (x @ keys.mT)) @ g1)
+        outs.append(c0 * (read @ w2) + s0 * (read @ s2) - (mix * (read @ hidden.mT)) @ g2)
+        end, kept = mix[..., -1, :, None], held[..., -1, :, None]
+        c, s, m = c0[..., -1:, :], s0[..., -1:, :], p0[..., -1:, :]
+        w1, s1 = c * w1 + s * s1 - (end * keys).mT @ g1, m * s1 - (kept * keys).mT @ g1
+        w2, s2 = c * w2 + s * s2 - (end * hidden).mT @ g2, m * s2 - (kept * hidden).mT @ g2
+    return torch.cat(outs, 2).transpose(1, 2)
+
+
+def against_autograd(repeats: int) -> dict[str, float]:
+    """Forward + backward, and backward alone, of Titans by hand against plain autograd through the same form (E = 1)."""
+    tensors, keywords = inputs("titans_memory")
+    upstream = torch.randn(B, T, H, D)
+    forms = (lambda: call(ops, "titans_memory", tensors, keywords, 1, "key"), lambda: plain_dual_form(tensors))
+    error = ((forms[0]() - forms[1]()).square().mean() / forms[1]().square().mean()).sqrt().item()
+    if not error < 1e-5:
+        raise SystemExit(f"the plain dual form differs by {error:.1e}; not timed")
+    whole = [lambda form=form: torch.autograd.grad(form(), tensors, upstream) for form in forms]
+    ours, plain = medians(whole, repeats)
+    backward = []
+    for form in forms:
+        times = []
+        for _ in range(repeats):
+            out = form()
+            times.append(timed(lambda: torch.autograd.grad(out, tensors, upstream)))  # noqa: B023
+        backward.append(statistics.median(times))
+    return {"autograd_both": plain / ours, "autograd_backward": backward[1] / backward[0]}
+
+
 def check(name: str, blocks: int, axis: str) -> None:
     """Refuse to time what is not equal to the reference (fp32, relative root mean square 1e-5)."""
     tensors, keywords = inputs(name)
@@ -124,6 +173,8 @@ def main() -> None:
             row |= {f"E16_{axis}_forward": many / one, f"E16_{axis}_both": many_b / one_b}
         rows.append(row)
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    autograd = against_autograd(arguments.repeats)
+    print(autograd, flush=True)
     about = {
         "command": f"python benchmarks/cpu.py --threads {arguments.threads} --repeats {arguments.repeats}",
         "torch": torch.__version__,
@@ -133,11 +184,11 @@ def main() -> None:
         "shape": f"fp32 B={B} T={T} H={H} K=V={D}, titans hidden {HIDDEN} chunk {CHUNK}; E=16 over N={T}",
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "cpu.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-    (arguments.out / "cpu.md").write_text(table(about, rows))
+    (arguments.out / "cpu.json").write_text(json.dumps({"about": about, "rows": rows, "titans": autograd}, indent=1) + "\n")
+    (arguments.out / "cpu.md").write_text(table(about, rows, autograd))
 
 
-def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def table(about: dict[str, Any], rows: list[dict[str, Any]], autograd: dict[str, float]) -> str:
     """The rows as Markdown, the command above them."""
     lines = [f"`{about['command']}`: torch {about['torch']}, {about['threads']} threads, {about['shape']}.", ""]
     heads = ["operation", "forward ms", "f+b ms", "reference / ours, forward", "f+b"]
@@ -149,6 +200,8 @@ def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             f"| {r['operation']} | {r['forward_ms']:.1f} | {r['both_ms']:.1f} | {r['reference_forward']:.1f} x | "
             f"{r['reference_both']:.1f} x | {r['E16_key_forward']:.2f} | {r['E16_key_both']:.2f} | {value[0]} | {value[1]} |"
         )
+    lines += ["", "Titans, plain autograd through the dual form / our hand-written backward (which recomputes, to save memory): "]
+    lines[-1] += f"forward + backward {autograd['autograd_both']:.2f}, backward alone {autograd['autograd_backward']:.2f}."
     return "\n".join(lines) + "\n"
 
 

@@ -29,9 +29,9 @@ def test_a_step_is_compiled_once_for_all_positions(fields):
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     position, counts = torch.tensor([0, 3]), []
     state = other = mixer.init_state(2, "cpu", torch.float32)
-    x = torch.randn(120, 2, 1, 16, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(200, 2, 1, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        for t in range(120):
+        for t in range(200):
             y, state = compiled(x[t], position + t, state)
             wanted, other = step(x[t], position + t, other)
             assert_near(y, wanted)

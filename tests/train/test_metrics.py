@@ -100,3 +100,20 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     metrics._file = FullFile()
     with pytest.raises(OSError, match=r"could not write .*metrics\.jsonl .*No space left.*make space"):
         metrics.write(record(1))
+
+
+def test_wandb_gets_every_number_and_is_named_when_missing(tmp_path, monkeypatch):
+    import sys
+    from types import SimpleNamespace
+
+    logged, opened = [], []
+    run = SimpleNamespace(log=lambda numbers, step: logged.append((step, numbers)), finish=lambda: logged.append("finished"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: opened.append(options) or run))
+    metrics = Metrics(tmp_path, 0, tensorboard=False, wandb="memory")
+    metrics.write({"step": 1, "loss": 2.5})
+    metrics.close()
+    assert opened[0]["project"] == "memory" and opened[0]["id"] == tmp_path.name
+    assert logged[0][0] == 1 and 2.5 in logged[0][1].values() and logged[-1] == "finished"
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"proteus-lm\[wandb\]"):
+        Metrics(tmp_path, 0, tensorboard=False, wandb="memory")

@@ -42,7 +42,8 @@ def decode(data: bytes, errors: str, where: str, base: int = 0) -> str:
         byte, offset = data[error.start], base + error.start
         hint = " (UTF-16?)" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
         raise ValueError(
-            f"{where}: byte 0x{byte:02x} at offset {offset} is not UTF-8{hint}; convert the file, or choose errors=replace"
+            f"{where}: byte 0x{byte:02x} at offset {offset} is not UTF-8{hint}; convert the file, "
+            "or choose errors='replace' (--errors replace)"
         ) from error
 
 
@@ -63,6 +64,8 @@ def text_field(row: Any, field: str, where: str, errors: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         if errors == "strict":
-            raise ValueError(f"{where}: character {error.start} is half a surrogate pair; mend it, or errors=replace") from error
+            raise ValueError(
+                f"{where}: character {error.start} is half a surrogate pair; mend it, or choose errors='replace' (--errors replace)"
+            ) from error
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text

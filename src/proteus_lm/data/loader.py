@@ -66,7 +66,8 @@ class Loader:
         if context > dataset.longest_document and not allow_short_documents:
             raise ValueError(
                 f"the context of {context} tokens is longer than any document of {where}: the longest has "
-                f"{dataset.longest_document}; use a shorter context, longer documents, or allow_short_documents=True"
+                f"{dataset.longest_document}; use a shorter context, longer documents, or "
+                "set allow_short_documents (data.allow_short_documents: true in a recipe)"
             )
         self.dataset, self.context, self.seed = dataset, context, seed
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size

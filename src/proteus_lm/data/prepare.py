@@ -214,13 +214,14 @@ class _Work:
         if len(self._lowest) < 2:
             return (
                 f"the source {spec} has {self._documents} document(s), all of one text: it cannot be split by document; "
-                "set validation_fraction=0, give more documents, or cut a text file with separator"
+                "set validation_fraction=0 (--validation-fraction 0), give more documents, or cut a text file with separator"
             )
         works = sum(self._lowest) / 2
         return (
             f"the {empty[0]} split would be empty: of {self._documents} documents none falls there with "
             f"validation_fraction={fraction}, split_seed={self._plan.options['split_seed']}; "
-            f"validation_fraction={works:.6f} would put one in validation, or try another split_seed"
+            f"validation_fraction={works:.6f} would put one in validation, "
+            "or try another split_seed (--validation-fraction, --split-seed)"
         )
 
 

@@ -146,7 +146,7 @@ def _open_run(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     (out / PARAMETERS).write_text(json.dumps(trainer.groups.to_dict(), indent=1), encoding="utf-8")
     with open(out / SESSIONS, "a", encoding="utf-8") as file:
         file.write(json.dumps(setup.session(trainer.ranks.device, progress.step)) + "\n")
-    trainer.metrics = Metrics(out, progress.step, tensorboard=options.tensorboard)
+    trainer.metrics = Metrics(out, progress.step, tensorboard=options.tensorboard, wandb=options.wandb)
     stack.callback(trainer.metrics.close)
     count = sum(p.numel() for p in trainer.model.parameters())
     trainer.screen.say(f"{out}: {count:,} parameters on {trainer.ranks.device}, {options.precision}")

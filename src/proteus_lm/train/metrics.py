@@ -22,12 +22,15 @@ class Metrics:
     Args:
         run: the run directory. step: steps done; lines after it are dropped.
         tensorboard: also write scalars of every number.
+        wandb: also send them to this project of Weights & Biases.
 
     Raises:
         OSError: naming the file, when it cannot be written.
+        ValueError: when `wandb` is asked for and not installed.
     """
 
-    def __init__(self, run: Path, step: int, *, tensorboard: bool) -> None:
+    def __init__(self, run: Path, step: int, *, tensorboard: bool, wandb: str | None = None) -> None:
+        self._wandb = None if wandb is None else _open_wandb(run, wandb)
         self._path = run / METRICS
         _cut_back(self._path, step)
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
@@ -47,6 +50,8 @@ class Metrics:
         if self._board is not None:
             for name, value in _scalars(record).items():
                 self._board.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(_scalars(record), step=record["step"])
 
     def sync(self) -> None:
         """Make the lines so far last: before a checkpoint that counts on them."""
@@ -57,6 +62,18 @@ class Metrics:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _open_wandb(run: Path, project: str) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(
+            "train.wandb is set and the package wandb is not installed; pip install 'proteus-lm[wandb]', or set train.wandb to null"
+        ) from error
+    return wandb.init(project=project, name=run.name, id=run.name, dir=str(run), resume="allow")
 
 
 class Screen:

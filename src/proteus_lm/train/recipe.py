@@ -68,7 +68,8 @@ class TrainRecipe:
         validate_every, save_every: steps between two of them; None = after the last step only.
         validate_tokens: tokens of the validation split to predict, spread evenly over it; 0 = never validate.
         keep: newest checkpoints that stay. log_every: steps between two lines on the console and two probes of the memory.
-        tensorboard: also write RUN/tensorboard. compile: torch.compile the forward and backward pass.
+        tensorboard: also write RUN/tensorboard. wandb: also log to this project of Weights & Biases (extra `wandb`).
+        compile: torch.compile the forward and backward pass.
         skip_nonfinite: on a non-finite loss or gradient leave the update out, count and report it, and go on (the schedule and the
             data advance); False = stop before the update with the batch saved.
         gradient_checkpointing: recompute each layer in the backward pass to save memory.
@@ -98,6 +99,7 @@ class TrainRecipe:
     keep: int = 2
     log_every: int = 10
     tensorboard: bool = True
+    wandb: str | None = None
     compile: bool = False
     skip_nonfinite: bool = False
     gradient_checkpointing: bool = False
