@@ -154,6 +154,18 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("the cache is empty; run the model with use_cache=True first")
         return torch.stack([block.mixer.memory_norm(s, self.schedule) for block, s in zip(self._blocks, cache.states)])
 
+    def surprises(self, cache: ProteusCache) -> Tensor:
+        """Mean norm of the inner gradients of each layer's memory at the last few tokens: (layers, N); zeros where there are none.
+
+        Raises:
+            ValueError: for a cache that no forward has filled.
+        """
+        if cache.states is None:
+            raise ValueError("the cache is empty; run the model with use_cache=True first")
+        found = [block.mixer.surprise(state) for block, state in zip(self._blocks, cache.states)]
+        none = torch.zeros(1 if cache.position is None else len(cache.position), device=self.device)
+        return torch.stack([none if norm is None else norm for norm in found])
+
     def initial_states(self, batch: int) -> list[Any]:
         """Every layer's state before the first token, of `batch` rows."""
         return [block.mixer.init_state(batch, self.device, self.dtype) for block in self._blocks]

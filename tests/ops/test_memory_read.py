@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from proteus_lm import ActivationSchedule
-from proteus_lm.ops import titans_memory
-from proteus_lm.ops.memory_read import titans_read
+from proteus_lm.ops import reference, titans_memory
+from proteus_lm.ops.memory_read import titans_read, titans_surprise
 
 N, L, H, D, F = 2, 7, 3, 5, 8
 
@@ -89,3 +89,25 @@ def test_a_read_is_in_fp32_under_autocast():
 def test_shapes_that_do_not_fit_raise(change, words):
     with pytest.raises(ValueError, match=words):
         titans_read(*change(*case(2)))
+
+
+@pytest.mark.parametrize("memory_activation", ["gelu_tanh", "silu"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_surprise_is_the_norm_of_the_inner_gradients_of_the_open_chunk(depth, memory_activation):
+    weights, q = case(depth)
+    v = torch.randn(N, L, H, 4, dtype=torch.float64)
+    gates = [torch.full((N, L, H), x, dtype=torch.float64) for x in (0.05, 0.1, 0.5)]
+    activation = ActivationSchedule(4, 8).activation(F if depth > 1 else D, L, offset=[0, 3])
+    common = {"chunk": 5, "activation": activation, "output_final_state": True, "memory_activation": memory_activation}
+    _, state = titans_memory(q, q, v, *gates, [w[0] for w in weights], **common)
+    got = titans_surprise(state, memory_activation=memory_activation)
+    for row, count in ((0, 2), (1, 0)):  # positions 5, 6 are open in row 0; row 1 ends at 10, a boundary
+        norms = []
+        for i in range(count):
+            masks = reference._layer_masks(state.active[row : row + 1, i], state.weights)
+            opened = [torch.where(m, w[row : row + 1], 0.0) for m, w in zip(masks, state.weights)]
+            parts = reference.inner_gradient(opened, state.k[row : row + 1, i], state.v[row : row + 1, i], memory_activation)
+            kept = [torch.where(m, p, 0.0).square().sum((-1, -2)) for m, p in zip(masks, parts)]
+            norms.append(sum(kept).sqrt().mean())
+        wanted = torch.stack(norms).mean() if norms else torch.zeros((), dtype=torch.float64)
+        torch.testing.assert_close(got[row], wanted, rtol=1e-12, atol=1e-12)

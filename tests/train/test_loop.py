@@ -299,6 +299,12 @@ def test_the_memory_norm_shows_locked_blocks_by_layer_and_block(recipe, tmp_path
     assert norms.shape == (2, 4) and (norms > 0).all()
 
 
+def test_the_inner_gradient_of_a_titans_memory_is_logged_and_others_have_none(recipe, tmp_path):
+    titans = train(recipe(mixer="titans", num_hidden_layers=2), tmp_path / "titans").metrics()[-1]["inner_gradient_norm"]
+    assert len(titans) == 2 and min(titans) > 0
+    assert train(recipe(mixer="comba"), tmp_path / "comba").metrics()[-1]["inner_gradient_norm"] == [0.0]
+
+
 def test_threads_and_deterministic_mode_are_given_back(recipe, tmp_path):
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     train(recipe(threads=2, deterministic=False, steps=1), tmp_path / "run")

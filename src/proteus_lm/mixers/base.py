@@ -179,6 +179,10 @@ class Mixer(nn.Module, ABC):
     def memory_norm(self, state: Any, schedule: ActivationSchedule) -> Tensor:
         """Frobenius norm, by block, of what the memory holds beyond its initial value: (N, E), fp32 or wider."""
 
+    def surprise(self, state: Any) -> Tensor | None:
+        """Mean norm of the memory's inner gradients at the last few tokens, (N,); None where no gradient writes the memory."""
+        return None
+
     def put_rows(self, state: Any, rows: Tensor, part: Any) -> Any:
         """`state` with `part` in its rows `rows` (int64); a new state."""
         return map_state(lambda old, new: old.to(new.dtype).index_copy(0, rows, new), state, part)

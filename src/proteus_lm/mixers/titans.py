@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import l2_normalize
 from proteus_lm.ops import TitansState, titans_memory, titans_weights
 from proteus_lm.ops.deep_step import titans_step
+from proteus_lm.ops.memory_read import titans_surprise
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
 
@@ -220,6 +221,11 @@ class TitansMemory(Mixer):
         for inner in energies[1:-1]:
             total = total + inner.tril().sum(2) + inner.triu(1).sum(1)
         return block_norms(total, schedule)
+
+    def surprise(self, state: Any) -> Tensor:
+        """As `ops.memory_read.titans_surprise`, of the memory wherever this form keeps it."""
+        memory = state.memory
+        return titans_surprise(memory if isinstance(memory, TitansState) else memory.memory, memory_activation=self.function)
 
     def _step_sizes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """theta, alpha, eta (B, T, H), fp32 or wider."""

@@ -1,4 +1,4 @@
-"""Reading an MLP memory that stands still: no write, no decay, no step of the momentum."""
+"""An MLP memory that stands still: what it answers without any write, and how much the last tokens surprise it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from proteus_lm.ops._deep_chunk import entries, places
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.memory_activations import memory_function
+from proteus_lm.ops.state import TitansState
 
 
 def titans_read(
@@ -48,6 +49,41 @@ def titans_read(
             x = act(x @ layer)
             x = x if opened is None else torch.where(opened, x, 0)
         return (x @ layers[-1]).transpose(1, 2).to(q.dtype)
+
+
+def titans_surprise(state: TitansState, *, memory_activation: str = "gelu_tanh") -> Tensor:
+    """Mean norm of the inner gradients, over heads and the tokens of the open chunk: what the loss wants changed, before theta.
+
+    The gradient of a token is a product of one row and one column in each matrix, so its norm needs none of its entries
+    (spec/deep.md 2.6).
+
+    Args:
+        state: as `titans_memory` returns it.
+        memory_activation: "gelu_tanh" or "silu".
+
+    Returns:
+        (N,), fp32 or wider; 0 for a row whose open chunk is empty.
+    """
+    act, slope = memory_function(memory_activation)
+    open_units = torch.arange(state.weights[-1].shape[-2], device=state.k.device) < state.active[..., None]
+    mask = open_units[:, None]  # (N, 1, chunk, units)
+    with torch.no_grad(), torch.autocast(state.k.device.type, enabled=False):
+        ever, layout = open_units.any(1), places(len(state.weights))
+        weights = [torch.where(entries(ever, place)[:, None], w, 0) for w, place in zip(state.weights, layout)]
+        dtype = weights[0].dtype
+        x = state.k.to(dtype).transpose(1, 2)
+        inputs, before = [torch.where(mask, x, 0) if len(weights) == 1 else x], []
+        for weight in weights[:-1]:
+            before.append(inputs[-1] @ weight)
+            inputs.append(torch.where(mask, act(before[-1]), 0))
+        error = inputs[-1] @ weights[-1] - state.v.to(dtype).transpose(1, 2)
+        energy = inputs[-1].square().sum(-1) * error.square().sum(-1)
+        for layer in range(len(weights) - 2, -1, -1):
+            error = torch.where(mask, error @ weights[layer + 1].mT * slope(before[layer]), 0)
+            energy = energy + inputs[layer].square().sum(-1) * error.square().sum(-1)
+        there = state.active > 0
+        norms = torch.where(there[:, None], energy.sqrt(), 0).mean(1).sum(1)
+        return norms / there.sum(1).clamp(min=1)
 
 
 def _check(weights: Sequence[Tensor], q: Tensor, active: Tensor | None) -> None:

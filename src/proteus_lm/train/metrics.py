@@ -155,8 +155,9 @@ def _plain(value: Any) -> Any:
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Numbers of a record by TensorBoard name; memory_norm (layers x blocks) as memory_norm/layer-L/block-E."""
+    """Numbers of a record by TensorBoard name; memory_norm (layers x blocks) as memory_norm/layer-L/block-E, others by layer."""
     found = {name: float(value) for name, value in record.items() if isinstance(value, int | float) and name != "step"}
     for layer, norms in enumerate(record.get("memory_norm", [])):
         found |= {f"memory_norm/layer-{layer}/block-{block}": norm for block, norm in enumerate(norms)}
+    found |= {f"inner_gradient_norm/layer-{layer}": norm for layer, norm in enumerate(record.get("inner_gradient_norm", []))}
     return found

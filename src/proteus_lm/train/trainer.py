@@ -161,7 +161,7 @@ class Trainer:
         return {"log": options.log_every, "validate": options.validate_every, "save": options.save_every}
 
     def _measure(self) -> dict[str, Any]:
-        """Speed since the last measurement, memory norms by block on one fixed window, peak memory on CUDA."""
+        """Speed since the last measurement, memory norms and inner gradients on one fixed window, peak memory on CUDA."""
         seconds = time.perf_counter() - self._since
         found: dict[str, Any] = {"tokens_per_second": self._tokens_since / seconds}
         if self.ranks.device.type == "cuda":
@@ -169,8 +169,10 @@ class Trainer:
         self.model.eval()
         with torch.no_grad(), self._autocast():
             cache = ProteusCache()
-            self.model(input_ids=self.probe, past_key_values=cache, use_cache=True)
+            # One token short of the window: a chunk that ends with it would leave no token to measure the inner gradient at.
+            self.model(input_ids=self.probe[:, : max(1, self.probe.shape[1] - 1)], past_key_values=cache, use_cache=True)
             found["memory_norm"] = self.model.memory_norms(cache).mean(1).tolist()
+            found["inner_gradient_norm"] = self.model.surprises(cache).mean(1).tolist()
         self.model.train()
         return found
 
