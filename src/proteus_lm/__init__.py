@@ -13,6 +13,7 @@ from proteus_lm.cache import ProteusCache
 from proteus_lm.config import ProteusConfig
 from proteus_lm.model import ProteusForCausalLM
 from proteus_lm.optim import GatedAdamW
+from proteus_lm.presets import preset
 from proteus_lm.schedule import ActivationSchedule
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "attach",
     "detach",
     "gate_mlp",
+    "preset",
 ]
 __version__ = "0.1.0"
 
