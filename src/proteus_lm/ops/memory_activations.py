@@ -1,6 +1,6 @@
-"""The functions between the layers of an MLP memory, each with its first derivative (and second, which the backward needs).
+"""The functions between the layers of an MLP memory, each with its first derivative.
 
-One definition for reference, chunk form and decoding: tanh-GELU and its derivatives must be the same everywhere.
+The definition of the oracle and of plain reads. The chunk form has faster ones (`_deep_activation`), which a test holds equal to these.
 """
 
 from __future__ import annotations
@@ -33,26 +33,12 @@ def _gelu_slope(z: Tensor) -> Tensor:
     return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * _C * (1 + 3 * _A * z * z)
 
 
-def gelu_curvature(z: Tensor) -> Tensor:
-    """Second derivative of the tanh form of GELU."""
-    t = torch.tanh(_C * (z + _A * z**3))
-    u1, u2 = _C * (1 + 3 * _A * z * z), _C * 6 * _A * z
-    return (1 - t * t) * (u1 + 0.5 * z * u2 - z * t * u1 * u1)
-
-
 def _silu_slope(z: Tensor) -> Tensor:
     s = torch.sigmoid(z)
     return s * (1 + z * (1 - s))
 
 
-def silu_curvature(z: Tensor) -> Tensor:
-    """Second derivative of SiLU."""
-    s = torch.sigmoid(z)
-    return s * (1 - s) * (2 + z * (1 - 2 * s))
-
-
 _FUNCTIONS = {"gelu_tanh": MemoryFunction(_gelu, _gelu_slope), "silu": MemoryFunction(silu, _silu_slope)}
-_CURVATURES = {"gelu_tanh": gelu_curvature, "silu": silu_curvature}
 
 
 def memory_function(name: str) -> MemoryFunction:
@@ -64,9 +50,3 @@ def memory_function(name: str) -> MemoryFunction:
     if name not in _FUNCTIONS:
         raise ValueError(f"memory_activation is {name!r}; it must be one of {', '.join(_FUNCTIONS)}")
     return _FUNCTIONS[name]
-
-
-def memory_curvature(name: str) -> Callable[[Tensor], Tensor]:
-    """The second derivative of the function called `name`."""
-    memory_function(name)
-    return _CURVATURES[name]
