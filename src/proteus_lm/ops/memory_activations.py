@@ -1,6 +1,6 @@
 """The functions between the layers of an MLP memory, each with its first derivative.
 
-The definition of the oracle and of plain reads. The chunk form has faster ones (`_deep_activation`), which a test holds equal to these.
+The oracle and plain reads use these. The chunk form has faster ones (`_deep_activation`), which a test holds equal to them.
 """
 
 from __future__ import annotations
