@@ -122,7 +122,7 @@ def test_a_saved_cache_gives_the_same_next_tokens_and_no_other_model_takes_it(fi
     model, ids = make(fields, torch.float32), tokens(3, 9)
     with torch.no_grad():
         cache = model(ids, attention_mask=LEFT, use_cache=True)[CACHE_NAME]
-        cache.save(tmp_path / "cache.safetensors")
+        cache.save(tmp_path / "cache.safetensors", model)
         loaded = ProteusCache.load(tmp_path / "cache.safetensors", model)
         assert (loaded.get_seq_length(), loaded.position.tolist()) == (9, [3, 9, 7])
         for part in (ids[:, :1], ids[:, :5]):
@@ -130,7 +130,7 @@ def test_a_saved_cache_gives_the_same_next_tokens_and_no_other_model_takes_it(fi
         with pytest.raises(ValueError, match="the model that made it"):
             ProteusCache.load(tmp_path / "cache.safetensors", make({**fields, "num_heads": 4}))
         with pytest.raises(ValueError, match="empty"):
-            ProteusCache().save(tmp_path / "cache.safetensors")
+            ProteusCache().save(tmp_path / "cache.safetensors", model)
     assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
 
 

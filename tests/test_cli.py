@@ -11,7 +11,7 @@ import yaml
 from proteus_lm import cli
 from proteus_lm.cli import main
 
-COMMANDS = ("prepare", "train", "eval", "generate", "report", "doctor")
+COMMANDS = ("prepare", "train", "eval", "generate", "report", "ablate", "inspect", "synthesize", "doctor")
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,13 @@ def test_help_names_every_option_of_every_command(command, capsys):
 
 
 def test_help_needs_neither_torch_nor_transformers():
-    # By path, because importing the package itself imports them.
+    # Under an empty package of the same name, because importing the package itself imports them.
     code = (
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('cli', {cli.__file__!r})\n"
-        "module = importlib.util.module_from_spec(spec); sys.modules['cli'] = module; spec.loader.exec_module(module)\n"
-        f"for command in {COMMANDS!r}: assert module.main([command, '--help']) == 0\n"
+        "import sys, types\n"
+        "package = types.ModuleType('proteus_lm'); sys.modules['proteus_lm'] = package\n"
+        f"package.__path__ = [{str(Path(cli.__file__).parents[1])!r}]\n"
+        "from proteus_lm import cli\n"
+        f"for command in {COMMANDS!r}: assert cli.main([command, '--help']) == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -87,6 +88,19 @@ def test_the_installed_command_is_this_one():
         (["generate", "no-such-run", "--prompt", "a", "--top-p", "2"], "top_p is 2.0; it must be"),
         (["report"], "no run to report"),
         (["report", "a", "--context", "512"], "'512' is not a length"),
+        (["report", "a", "--paper", "no-such.yaml"], "no file no-such.yaml"),
+        (["report", "--only-suites"], "no results to show"),
+        (["report", "--results", "no-such.json"], "no-such.json"),
+        (["eval", "r", "--suite", "fig3"], "proteus ablate RECIPE --over model.memory_blocks=1,8,16,32"),
+        (["eval", "no-such-run", "--suite", "fig4", "--offline"], "no-such-run"),
+        (["eval", "r", "--suite", "fig4", "--lengths", "4k", "many"], "length 'many' is not a number of tokens"),
+        (["eval", "r", "--suite", "fig4", "--limit", "0"], "limit is 0"),
+        (["eval", "r", "--suite", "table1", "--data", "no-such-folder"], "no folder no-such-folder"),
+        (["ablate", "no-such.yaml", "--over", "model.memory_blocks=1,4"], "no recipe at no-such.yaml"),
+        (["ablate", "r.yaml", "--over", "memory_blocks"], "--over 'memory_blocks' is not of the form"),
+        (["ablate", "r.yaml", "--over", "train.lr=1", "--seeds", "1,x"], "--seeds '1,x' must be whole numbers"),
+        (["inspect", "no-such-run"], "no folder no-such-run"),
+        (["synthesize", "mqar", "--out", "d", "--pairs", "20"], "with 20 pairs"),
         (["prepare", "--source", "no-such-file.txt", "--tokenizer", "byte", "--out", "d"], "no-such-file.txt"),
     ],
 )
@@ -221,7 +235,8 @@ def test_report_writes_tables_figures_and_numbers_that_agree(work, capsys):
     out = work / "report"
     assert main(["report", f"{work}/e1", f"{work}/e4", "--out", str(out), "--max-tokens", "1024", "--sample-tokens", "10"]) == 0
     shown = capsys.readouterr().out
-    assert {p.name for p in out.iterdir()} == {"report.md", "report.json", "loss-by-position.png", "training.png", "memory.png"}
+    pictures = {"loss-by-position.png", "training.png", "memory.png"}
+    assert {p.name for p in out.iterdir()} == {"report.md", "report.html", "report.json"} | pictures
     raw = json.loads((out / "report.json").read_text())
     assert [run["memory_blocks"] for run in raw["runs"]] == [1, 4]
     assert raw["runs"][0]["parameters"] == raw["runs"][1]["parameters"]  # a schedule adds no parameter
@@ -299,10 +314,120 @@ def test_the_same_run_twice_in_a_report_is_refused(work, capsys):
 
 
 def test_every_command_of_the_module_is_documented_in_the_help_of_each_option():
-    spec = importlib.util.find_spec("proteus_lm.cli")
-    assert spec is not None
-    for function in (cli.prepare, cli.train, cli.evaluate, cli.generate, cli.report):
+    commands = [getattr(cli, name) for name in cli.__all__ if name not in ("app", "main", "doctor")]
+    assert len(commands) == len(COMMANDS) - 1
+    for function in commands:
         text = function.__doc__ or ""
         for name in function.__annotations__:
             if name != "return":
                 assert f"        {name}: " in text, f"{function.__name__} does not explain {name}"
+
+
+def test_lengths_are_numbers_of_tokens_with_or_without_a_unit():
+    from proteus_lm.cli.common import token_counts
+
+    assert token_counts(["16K", "4k,512", "1M", "4096"]) == (512, 4096, 16384, 1 << 20)
+    assert token_counts([]) is None
+
+
+def test_a_suite_of_a_run_is_printed_and_saved_with_all_that_makes_it_again(work, capsys):
+    assert main(["eval", f"{work}/e4", "--suite", "fig4", "--lengths", "256", "--batch-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    saved = json.loads((work / "e4" / "evals" / "fig4.json").read_text())
+    whole = saved["scores"][0]
+    assert f"| all | perplexity | {whole['value']:.2f} ± " in shown
+    provenance = saved["extra"]["provenance"]
+    assert {"python", "torch", "transformers"} <= provenance["versions"].keys()
+    assert provenance["config"]["memory_blocks"] == 4
+    assert provenance["options"]["seed"] == 0
+    assert provenance["options"]["lengths"] == [256]
+    assert saved["command"].startswith("proteus ")
+    assert len(saved["extra"]["raw"]["sums"]) == 3  # a row a document
+    assert [p.name for p in (work / "e4" / "evals").iterdir()] == ["fig4.json"]  # no temporary file is left
+
+
+def test_a_suite_runs_on_a_model_of_hugging_face_too(work, capsys, tmp_path):
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=512, **sizes)).save_pretrained(tmp_path / "llama")
+    AutoTokenizer.from_pretrained(work / "data").save_pretrained(tmp_path / "llama")
+    assert main(["eval", f"{tmp_path}/llama", "--suite", "fig4", "--data", f"{work}/data", "--lengths", "256", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["scores"][0]["value"] == pytest.approx(257, rel=0.2)  # an untrained model knows nothing
+    assert found["extra"]["provenance"]["config"]["model_type"] == "llama"
+    assert (tmp_path / "llama" / "evals" / "fig4.json").is_file()
+
+
+def test_all_suites_run_one_after_another_and_one_that_fails_stops_no_other(work, capsys, monkeypatch, tmp_path):
+    from proteus_lm.evals import suite as suites
+    from proteus_lm.evals.suite import Score, SuiteResult
+
+    def works(name):
+        return lambda model, options: SuiteResult(name, model.name, "", (Score(name, "acc", 50.0, 1.0, 4, 0, "1", "d"),))
+
+    def fails(model, options):
+        raise ValueError("the essays are too short")
+
+    monkeypatch.setattr(suites, "SUITES", {"table1": works("table1"), "table2": fails, "fig4": works("fig4")})
+    assert main(["eval", f"{work}/e1", "--suite", "all", "--out", f"{tmp_path}/out"]) == 2
+    seen = capsys.readouterr()
+    assert "not run: table2: the essays are too short" in seen.err
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["fig4.json", "table1.json"]
+
+
+def test_the_report_gathers_the_suites_of_its_runs(work, capsys, tmp_path):
+    for name in ("e1", "e4"):
+        assert main(["eval", f"{work}/{name}", "--suite", "fig4", "--lengths", "256", "--out", f"{tmp_path}/{name}/evals"]) == 0
+    values = {"suite": "fig4", "task": "all", "metric": "perplexity", "model": "Titans + Proteus", "value": 15.5, "read_off": True}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump({"source": "Figure 4, read off", "values": [values]}))
+    arguments = ["report", f"{tmp_path}/e1", f"{tmp_path}/e4", "--only-suites", "--paper", f"{tmp_path}/values.yaml"]
+    assert main([*arguments, "--out", f"{tmp_path}/report"]) == 0
+    assert "Page: " in capsys.readouterr().out
+    text = (tmp_path / "report" / "paper.md").read_text()
+    assert "15.5 (read off)" in text
+    assert "paper's value not at hand" in text  # for the base model, whose value the file does not give
+    assert "e4 minus e1" in text
+    assert {"paper.md", "paper.html", "fig4.png", "fig4.json"} == {p.name for p in (tmp_path / "report").iterdir()}
+
+
+def test_ablate_trains_and_tells_where_its_report_is(work, capsys, tmp_path):
+    arguments = ["--over", "model.memory_blocks=1,4", "--seeds", "0", "--set", "train.steps=2", "--max-tokens", "256"]
+    assert main(["ablate", f"{work}/e1.yaml", *arguments, "--out", f"{tmp_path}/out"]) == 0
+    shown = capsys.readouterr().out
+    assert "one seed: no verdict" in shown
+    assert f"Report: {tmp_path}/out/ablation.md" in shown
+    assert main(["report", "--results", f"{tmp_path}/out/fig3.json", "--out", f"{tmp_path}/report"]) == 0
+    assert "## Figure 3" in (tmp_path / "report" / "paper.md").read_text()
+
+
+def test_inspect_shows_blocks_and_retention_and_writes_what_it_shows(work, capsys):
+    assert main(["inspect", f"{work}/e4", "--pairs", "4", "--looks", "4", "--windows", "2"]) == 0
+    shown = capsys.readouterr().out
+    out = work / "e4" / "inspect"
+    pictures = {"blocks.png", "retention.png"}
+    assert {p.name for p in out.iterdir()} == {"inspect.md", "inspect.html", "inspect.json"} | pictures
+    raw = json.loads((out / "inspect.json").read_text())
+    assert raw["profile"]["unlock_positions"] == [0, 16, 32, 48]
+    for name in ("Norm", "Effective rank", "Write strength", "Read strength"):
+        assert f"**{name}**" in shown
+    last = raw["profile"]["norm_by_point_layer_block"][-1]
+    mean = sum(layer[0] for layer in last) / len(last)
+    assert f"| {mean:.4g} |" in shown
+    assert "| locked |" in shown
+    assert "gain (nats)" in shown
+    assert raw["versions"]["torch"]
+    assert len(raw["retention"]["written"]) == 4
+
+
+def test_a_run_trained_on_a_synthetic_task_is_asked_it(work, capsys, tmp_path):
+    sizes = ["--length", "16", "--pairs", "2", "--vocab", "8", "--rows", "40"]
+    assert main(["synthesize", "mqar", "--out", f"{tmp_path}/data", *sizes]) == 0
+    assert "train with data.context=17 data.allow_short_documents=true" in capsys.readouterr().out
+    changes = [f"data.path={tmp_path}/data", "data.context=17", "data.allow_short_documents=true", "train.steps=2"]
+    assert main(["train", f"{work}/e1.yaml", "--out", f"{tmp_path}/run", "--set", *changes]) == 0
+    capsys.readouterr()
+    assert main(["inspect", f"{tmp_path}/run", "--pairs", "1", "--rows", "8", "--json"]) == 0
+    raw = json.loads(capsys.readouterr().out)
+    assert raw["task"]["task"]["task"] == "mqar"
+    assert len(raw["task"]["answers"]["right"]) == 16

@@ -29,6 +29,8 @@ OTHER = {
     "memory_blocks": 2,
     "memory_context": 48,
     "memory_axis": "value",
+    "memory_policy": "stretch",
+    "memory_unlocks": [0, 1],
     "norm_order": "mask_then_norm",
     "positions": "window",
     "window": 3,
@@ -57,7 +59,7 @@ OTHER = {
     "pad_token_id": 5,
 }
 
-SECOND = {"mixer": "attention", "memory_axis": "key", "channel": "mlp", "titans_variant": "mal"}
+SECOND = {"read": "post", "mixer": "attention", "memory_axis": "key", "channel": "mlp", "titans_variant": "mal"}
 """Where a case has the first."""
 
 
@@ -71,6 +73,12 @@ def fingerprint(fields):
         packed = True
     except ValueError:
         packed = False
+    try:
+        model.set_context(40)
+        stretched = model.schedule
+        model.set_context(None)
+    except ValueError:
+        stretched = None
     generation = model.generation_config
     masks, periods = update_gates(model, model.config, 10)
     return (
@@ -78,6 +86,7 @@ def fingerprint(fields):
         [tuple(p.shape) for p in model.parameters()],
         out.logits.tolist(),
         model.schedule,
+        stretched,
         out.past_key_values is not None,
         packed,
         (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id),
@@ -149,6 +158,17 @@ def test_an_unknown_key_names_the_nearest():
         ({"is_encoder_decoder": True}, ["is_encoder_decoder", "change nothing"]),
         ({"chunk_size_feed_forward": 8}, ["chunk_size_feed_forward"]),
         ({"num_labels": 5}, ["num_labels is 5"]),
+        ({"memory_policy": "custom"}, ["memory_policy", "memory_blocks 1"]),
+        ({"mixer": "attention", "memory_policy": "stretch"}, ["memory_policy", "attention", "titans"]),
+        ({"memory_blocks": 2, "memory_policy": "streched"}, ["memory_policy is 'streched'", "did you mean stretch"]),
+        ({"memory_blocks": 2, "memory_policy": "custom"}, ["custom", "memory_unlocks", "2 positions"]),
+        ({"memory_blocks": 2, "memory_unlocks": [0, 5]}, ["memory_unlocks", "'uniform'", "'custom'"]),
+        ({"memory_blocks": 2, "memory_policy": "stretch", "memory_unlocks": [0, 5]}, ["memory_unlocks", "'stretch'"]),
+        ({"memory_blocks": 2, "memory_policy": "custom", "memory_unlocks": [0]}, ["memory_unlocks", "1 unlock positions for 2"]),
+        ({"memory_blocks": 2, "memory_policy": "custom", "memory_unlocks": [1, 2]}, ["memory_unlocks", "must open at position 0"]),
+        ({"memory_blocks": 3, "memory_policy": "custom", "memory_unlocks": [0, 9, 3]}, ["memory_unlocks", "must not decrease"]),
+        ({"memory_blocks": 2, "memory_policy": "custom", "memory_unlocks": [0, 2.5]}, ["memory_unlocks", "whole numbers"]),
+        ({"memory_blocks": 2, "memory_policy": "custom", "memory_unlocks": 7}, ["memory_unlocks is 7", "list"]),
     ],
 )
 def test_wrong_values_are_refused_in_words(fields, words):
@@ -191,6 +211,17 @@ def test_a_configuration_survives_its_file_and_dict(fields, tmp_path):
         assert again.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="500"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, memory_blocks=500))
+
+
+@pytest.mark.parametrize("mixer", ["titans", "comba"])
+def test_custom_unlocks_are_read_from_a_list_or_a_function_and_kept_in_the_file(mixer, tmp_path):
+    fields = {"mixer": mixer, "memory_blocks": 4, "memory_policy": "custom"}
+    config = ProteusConfig(**fields, memory_unlocks=lambda block: 0 if block == 0 else 4 * 2**block)
+    assert config.schedule == ActivationSchedule(4, 8192, (0, 8, 16, 32))
+    config.save_pretrained(tmp_path)
+    for again in (AutoConfig.from_pretrained(tmp_path), ProteusConfig(**fields, memory_unlocks=[0, 8, 16, 32])):
+        assert again.memory_unlocks == (0, 8, 16, 32)
+        assert ProteusForCausalLM(again).schedule == config.schedule
 
 
 def test_fields_are_those_the_mixers_declare():

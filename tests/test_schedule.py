@@ -61,6 +61,19 @@ def test_custom_unlocks_open_where_they_say():
     assert schedule.activation(6, 9).active.tolist() == [[2, 2, 4, 4, 4, 4, 4, 6, 6]]
 
 
+def test_a_function_of_the_block_gives_unlocks_once():
+    schedule = ActivationSchedule(4, 64, unlocks=lambda block: 0 if block == 0 else 4 * 2**block)
+    assert schedule.unlocks == (0, 8, 16, 32)
+    assert schedule == ActivationSchedule(4, 64, unlocks=[0, 8, 16, 32])
+
+
+@given(st.integers(1, 12), st.integers(1, 100), st.integers(1, 400))
+def test_a_stretched_schedule_is_that_of_the_other_length(blocks, context, length):
+    stretched = ActivationSchedule(blocks, context).stretched(length)
+    assert [stretched.active_blocks(t) for t in range(length + 2)] == [by_definition(blocks, length, t) for t in range(length + 2)]
+    assert stretched.active_blocks(length) == blocks
+
+
 def test_packed_positions_restart_at_each_document_with_its_own_offset():
     schedule = ActivationSchedule(4, 8)
     cu = torch.tensor([0, 3, 4, 9])
@@ -84,6 +97,9 @@ def test_mask_is_a_prefix():
         (lambda: ActivationSchedule(2, 8, unlocks=(0, 1, 2)), "3 unlock positions for 2 blocks"),
         (lambda: ActivationSchedule(2, 8, unlocks=(1, 2)), "must open at position 0"),
         (lambda: ActivationSchedule(3, 8, unlocks=(0, 5, 2)), "must not decrease"),
+        (lambda: ActivationSchedule(2, 8, unlocks=(0, 1.5)), "block 1 opens at 1.5; unlock positions must be whole numbers"),
+        (lambda: ActivationSchedule(2, 8, unlocks=(0, 5)).stretched(16), "only the uniform rule can be stretched"),
+        (lambda: ActivationSchedule(2, 8).stretched(0), "context is 0"),
         (lambda: ActivationSchedule(8, 8).activation(7, 3), "cannot be cut into 8 blocks"),
         (lambda: ActivationSchedule(2, 8).activation(4, 3, offset=torch.zeros(2, 2)), "offset is"),
         (lambda: ActivationSchedule(2, 8).activation(4, 3, offset=[1], cu_seqlens=torch.tensor([0, 1, 3])), "1 offsets for 2"),

@@ -5,6 +5,7 @@ The states are our own NamedTuples of tensors; transformers' `Cache` is a thin c
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,18 +17,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache
 
-from proteus_lm.mixers.base import map_state
+from proteus_lm.mixers.state import map_state, named_state, named_tensors
+from proteus_lm.schedule import ActivationSchedule
 
 if TYPE_CHECKING:
     from proteus_lm.model import ProteusForCausalLM
 
+POSITION = "position"
 
-def _leaves(states: list[Any]) -> list[Tensor]:
-    """The tensors of all layers' states, in order."""
-    found: list[Tensor] = []
-    for state in states:
-        map_state(lambda x: found.append(x) or x, state)
-    return found
+
+def _named(states: list[Any]) -> dict[str, Tensor]:
+    """The tensors of all layers' states, in order, by name."""
+    return named_tensors(tuple(states), "layers.")
+
+
+def unlock_positions(schedule: ActivationSchedule) -> list[int]:
+    """Where the blocks of a memory open."""
+    return [schedule.unlock_position(block) for block in range(schedule.blocks)]
 
 
 class ProteusCache(Cache):
@@ -39,11 +45,18 @@ class ProteusCache(Cache):
         states: one a layer, rows first; None before the first token.
         position: int64 (N,), tokens that each row's document has had so far (masked ones do not count); None likewise.
         seen: columns that `generate` has fed, masked ones included.
+        schedule: by which the states were made; None likewise.
     """
 
-    def __init__(self, states: list[Any] | None = None, position: Tensor | None = None, seen: int = 0) -> None:
+    def __init__(
+        self,
+        states: list[Any] | None = None,
+        position: Tensor | None = None,
+        seen: int = 0,
+        schedule: ActivationSchedule | None = None,
+    ) -> None:
         super().__init__(layers=[])
-        self.states, self.position, self.seen = states, position, seen
+        self.states, self.position, self.seen, self.schedule = states, position, seen, schedule
 
     def __repr__(self) -> str:
         rows = "no rows" if self.position is None else f"{len(self.position)} rows"
@@ -60,7 +73,7 @@ class ProteusCache(Cache):
     @property
     def size(self) -> int:
         """Numbers held in all states and rows."""
-        return sum(leaf.numel() for leaf in _leaves(self.states or []))
+        return sum(x.numel() for x in _named(self.states or []).values())
 
     def copy(self) -> ProteusCache:
         """A cache that later forwards through this one do not change."""
@@ -74,48 +87,68 @@ class ProteusCache(Cache):
         """A cache of the rows `rows` (int64, any number, repeats allowed)."""
         return self._mapped(lambda x: x.index_select(0, rows.to(x.device)))
 
-    def save(self, path: str | Path) -> None:
-        """Write it to a safetensors file, whole or not at all.
+    def save(self, path: str | Path, model: ProteusForCausalLM) -> None:
+        """Write it to a safetensors file, whole or not at all: the memory of these rows' documents, on its own.
+
+        The file holds `model.fingerprint()`, for it means nothing to other weights.
+
+        Args:
+            path: of the file.
+            model: the one that filled the cache.
 
         Raises:
-            ValueError: for an empty cache.
+            ValueError: for an empty cache, or one that a model with another schedule filled.
         """
-        if self.states is None or self.position is None:
+        if self.states is None or self.position is None or self.schedule is None:
             raise ValueError("an empty cache holds nothing to save; run the model with it first")
-        leaves = [self.position, *_leaves(self.states)]
-        tensors = {f"{i:05d}": leaf.detach().cpu().contiguous() for i, leaf in enumerate(leaves)}
+        self.check_schedule(model.schedule)
+        named = {POSITION: self.position} | _named(self.states)
+        tensors = {name: x.detach().cpu().contiguous() for name, x in named.items()}
+        about = {"model": model.fingerprint(), "seen": str(self.seen), "unlocks": json.dumps(unlock_positions(self.schedule))}
         path = Path(path)
         new = path.with_name(path.name + ".new")
-        save_file(tensors, new, metadata={"seen": str(self.seen)})
+        save_file(tensors, new, metadata=about)
         os.replace(new, path)
 
     @classmethod
     def load(cls, path: str | Path, model: ProteusForCausalLM) -> ProteusCache:
-        """A cache that `save` wrote, on the device of `model`, which must be of the same configuration.
+        """A cache that `save` wrote, on the device of `model`, which must be the model that filled it.
 
         Raises:
-            ValueError: when the states are not those of this model.
+            ValueError: for a file that is not such a cache, of another model (with both fingerprints), or of another schedule.
         """
         with safe_open(path, "pt", device=str(model.device)) as file:
-            leaves = [file.get_tensor(name) for name in sorted(file.keys())]
-            seen = int(file.metadata()["seen"])
-        position, leaves = leaves[0], leaves[1:]
-        wanted = model.initial_states(len(position))
-        shapes = [[tuple(x.shape) for x in side] for side in (leaves, _leaves(wanted))]
-        if len(shapes[0]) != len(shapes[1]) or any(a[2:] != b[2:] or a[0] != b[0] for a, b in zip(*shapes)):
-            raise ValueError(
-                f"{path} holds {shapes[0]}, the states of this model are {shapes[1]}; load it with the model that made it"
-            )
-        rest = iter(leaves)
-        return cls([map_state(lambda _: next(rest), state) for state in wanted], position, seen)
+            about = file.metadata() or {}
+            if not {"model", "seen", "unlocks"} <= about.keys():
+                raise ValueError(f"{path} is no saved ProteusCache: its metadata has {', '.join(sorted(about)) or 'nothing'}")
+            mine = model.fingerprint()
+            if about["model"] != mine:
+                raise ValueError(
+                    f"{path} holds what the model {about['model']} remembers; this model is {mine}. A memory means nothing to "
+                    "other weights: load it with the model that made it (same parameters, configuration and type)"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        position = tensors.pop(POSITION)
+        states = named_state({n.removeprefix("layers."): x for n, x in tensors.items()}, tuple(model.initial_states(len(position))))
+        found = cls(list(states), position, int(about["seen"]), model.schedule)
+        unlocks = json.loads(about["unlocks"])
+        if unlocks != unlock_positions(model.schedule):
+            raise ValueError(_other_schedule(unlocks, unlock_positions(model.schedule)))
+        return found
+
+    def check_schedule(self, schedule: ActivationSchedule) -> None:
+        """Raise ValueError unless the states were made by `schedule`: a block that was open cannot be locked again."""
+        if self.schedule is not None and self.schedule is not schedule and self.schedule != schedule:
+            raise ValueError(_other_schedule(unlock_positions(self.schedule), unlock_positions(schedule)))
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> ProteusCache:
         if self.states is None or self.position is None:
             return ProteusCache(seen=self.seen)
-        return ProteusCache([map_state(change, state) for state in self.states], change(self.position), self.seen)
+        return ProteusCache([map_state(change, state) for state in self.states], change(self.position), self.seen, self.schedule)
 
     def _become(self, other: ProteusCache) -> None:
-        self.states, self.position, self.seen = other.states, other.position, other.seen
+        self.states, self.position = other.states, other.position
+        self.seen, self.schedule = other.seen, other.schedule
 
     # What transformers asks for.
 
@@ -196,3 +229,10 @@ class ProteusCache(Cache):
     def is_dummy(self) -> list[bool]:
         """No layer is left out."""
         return [False] * max(len(self), 1)
+
+
+def _other_schedule(theirs: list[int], mine: list[int]) -> str:
+    return (
+        f"the cache was filled while blocks of memory opened at {theirs}, and the model opens them at {mine}: a document keeps one "
+        "schedule; start with an empty cache, or give set_context the length the cache was filled with"
+    )

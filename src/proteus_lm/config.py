@@ -31,6 +31,7 @@ _CHOICES = {
     "mixer": tuple(registry),
     "channel": ("mlp", "chain"),
     "memory_axis": ("key", "value"),
+    "memory_policy": ("uniform", "stretch", "custom"),
     "norm_order": ("norm_then_mask", "mask_then_norm"),
     "positions": ("document", "window"),
     "memory_activation": ("gelu_tanh", "silu"),
@@ -40,8 +41,10 @@ _CHOICES = {
     "inner_decay": ("after_norm", "before_norm"),
 }
 # How a memory is cut means nothing while it is one block.
-_NEED_BLOCKS = ("memory_axis", "norm_order")
+_NEED_BLOCKS = ("memory_axis", "norm_order", "memory_policy", "memory_unlocks")
 _NEED_CHAIN = ("chain_periods", "update_blocks", "schedule_frac")
+# Of generation, of training, of the schedule.
+_NOT_SHAPE = (*_TOKENS, "use_cache", "update_blocks", "schedule_frac", "memory_context", "memory_policy", "memory_unlocks")
 CHAIN_PERIODS = (1, 2, 4, 8)
 """Of a chain of four levels: the papers print no periods, these are a guess."""
 # Of the keys every Hugging Face configuration takes: those that would change nothing here.
@@ -65,6 +68,10 @@ class ProteusConfig(PreTrainedConfig):
         memory_blocks: E, blocks of the memory; 1 is the base model.
         memory_context: N, tokens over which the blocks open: the training context. With one block it only records that context.
         memory_axis: blocks of "key" rows or "value" columns (matrix memories; Titans' blocks are hidden units).
+        memory_policy: when blocks open (docs/policies.md): "uniform", evenly over memory_context; "stretch", so too, and at
+            inference over any length given to `ProteusForCausalLM.set_context`; "custom", at memory_unlocks.
+        memory_unlocks: of policy "custom", the position at which each block opens: memory_blocks numbers that do not fall, the
+            first 0; or a function of a block's number, kept (and saved) as the numbers it gives.
         norm_order: norm_then_mask | mask_then_norm of keys and queries (spec/linear.md 2.7).
         positions: a token's position counts in its "document" (packed training gives boundaries), or in the "window" as a whole.
         window: tokens attention sees, itself included; None for all, and 512 with titans_variant mag and mal.
@@ -72,7 +79,7 @@ class ProteusConfig(PreTrainedConfig):
         memory_depth, memory_expansion, memory_activation: matrices of Titans' memory, its hidden width in head_dim, the function
             between (gelu_tanh | silu).
         chunk_size: tokens whose gradients are taken at the same weights (Titans' inner chunk; part of the model).
-        read: of the memory with ("post") or without ("pre") the token's own write.
+        read: of the memory with ("post") or without ("pre", Proteus eq 11 to the letter) the token's own write.
         use_momentum, use_forgetting: Titans' gates eta and alpha.
         theta_scale: bound of theta * chunk_size / (1 - eta); 1 is safe (spec/deep.md 6).
         titans_variant: form of Titans (docs/titans-forms.md): lmm, the memory alone; mac, mag, mal with attention.
@@ -109,6 +116,8 @@ class ProteusConfig(PreTrainedConfig):
     memory_blocks: int = 1
     memory_context: int = 8192
     memory_axis: str = "key"
+    memory_policy: str = "uniform"
+    memory_unlocks: tuple[int, ...] | None = None
     norm_order: str = "norm_then_mask"
     positions: str = "document"
     window: int | None = None
@@ -153,8 +162,12 @@ class ProteusConfig(PreTrainedConfig):
                 setattr(self, name, value)
         if self.channel == "chain" and self.chain_periods is None:
             self.chain_periods = CHAIN_PERIODS
-        if isinstance(self.chain_periods, list):  # as JSON and YAML write it
-            self.chain_periods = tuple(self.chain_periods)
+        if callable(self.memory_unlocks):
+            _check_value("memory_blocks", self.memory_blocks)
+            self.memory_unlocks = tuple(self.memory_unlocks(block) for block in range(self.memory_blocks))
+        for name in ("chain_periods", "memory_unlocks"):  # lists, as JSON and YAML write them
+            if isinstance(getattr(self, name), list):
+                setattr(self, name, tuple(getattr(self, name)))
         super().__post_init__(**kwargs)
         self.check()
 
@@ -171,7 +184,11 @@ class ProteusConfig(PreTrainedConfig):
     @property
     def schedule(self) -> ActivationSchedule:
         """When the blocks of memory open."""
-        return ActivationSchedule(self.memory_blocks, self.memory_context)
+        return ActivationSchedule(self.memory_blocks, self.memory_context, self.memory_unlocks)
+
+    def shape(self) -> dict[str, Any]:
+        """The fields that decide what a model computes, the schedule of its memory aside."""
+        return {name: getattr(self, name) for name in _defaults() if name not in _NOT_SHAPE}
 
     @property
     def channels(self) -> int:
@@ -195,6 +212,7 @@ class ProteusConfig(PreTrainedConfig):
         if self.memory_blocks == 1:
             for name in _NEED_BLOCKS:
                 self._refuse(name, "changes nothing with memory_blocks 1, which is open always")
+        self._check_policy()
         if self.channel != "chain":
             for name in _NEED_CHAIN:
                 self._refuse(name, f"does not apply to channel {self.channel!r}; it is of channel 'chain'")
@@ -209,6 +227,21 @@ class ProteusConfig(PreTrainedConfig):
                 f"use at most {dim} blocks, or a larger memory"
             )
         self.mixer_class.validate(self)
+
+    def _check_policy(self) -> None:
+        """Raise ValueError unless unlock positions are given just where the policy asks for them, and follow the rules."""
+        if self.memory_policy != "custom":
+            self._refuse("memory_unlocks", f"does not apply to memory_policy {self.memory_policy!r}; it is of policy 'custom'")
+            return
+        if self.memory_unlocks is None:
+            raise ValueError(
+                f"memory_policy is 'custom' without memory_unlocks; give the {self.memory_blocks} positions at which the blocks "
+                "open, the first 0, or use memory_policy 'uniform'"
+            )
+        try:
+            _ = self.schedule
+        except ValueError as error:
+            raise ValueError(f"memory_unlocks: {error}") from error
 
     def _refuse(self, name: str, reason: str) -> None:
         value, default = getattr(self, name), self.default(name)
@@ -279,6 +312,8 @@ def _check_value(name: str, value: Any) -> None:
         rule = None if number and 0 < value <= 1 else "a number above 0 and at most 1"
     elif name == "chain_periods":
         rule = None if value is None or _periods(value) else "a list of whole numbers of at least 1, or None"
+    elif name == "memory_unlocks":
+        rule = None if value is None or _positions(value) else "a list of whole numbers, the first 0, or None"
     elif name in _SWITCHES:
         rule = None if isinstance(value, bool) else "true or false"
     if rule is not None:
@@ -289,6 +324,9 @@ def _ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, int) and v >= 0 for v in value)
 
 
+def _positions(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+
+
 def _periods(value: Any) -> bool:
-    whole = isinstance(value, tuple) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-    return whole and len(value) > 0 and min(value) >= 1
+    return _positions(value) and len(value) > 0 and min(value) >= 1

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from proteus_lm import ops
-from proteus_lm.ops import backend, reference
+from proteus_lm.ops import backend, deep, reference
 from proteus_lm.schedule import ActivationSchedule
 
 PACKAGES = (
@@ -87,7 +87,9 @@ def self_check(device: str, dtype: torch.dtype = torch.float32, *, seed: int = 0
     for operation in backend.OPERATIONS:
         inputs, keywords = _inputs(operation, device, dtype, seed)
         tensors = tuple(t for x in inputs.values() for t in (x if isinstance(x, tuple) else (x,)))
-        choice = backend.explain(operation, *tensors)
+        titans = operation == "titans_memory"
+        refused = deep.refusals(tensors[:6], inputs["weights"], keywords["chunk"]) if titans else None
+        choice = backend.explain(operation, *tensors, refused=refused)
         worst, error, message = "", None, ""
         try:
             worst, error = _compare(getattr(ops, operation), getattr(reference, operation), inputs, keywords)
@@ -127,7 +129,7 @@ def _line(check: Check) -> str:
 def _inputs(operation: str, device: str, dtype: torch.dtype, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Random inputs by argument name, made on the CPU so that every device sees the same, and the keywords that go with them."""
     generator = torch.Generator().manual_seed(seed)
-    batch, length, heads, width, hidden = 2, 83, 2, 16, 32
+    batch, length, heads, width, hidden = 2, 83, 2, 32, 64  # no narrower than the kernels' heads
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)

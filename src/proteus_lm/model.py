@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import fields
 from typing import Any, cast
@@ -16,8 +18,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from proteus_lm.cache import ProteusCache
 from proteus_lm.config import ProteusConfig
 from proteus_lm.hope import Chain
-from proteus_lm.mixers.base import Mixer, ResidualLinear, map_state
+from proteus_lm.mixers.base import Mixer, ResidualLinear
 from proteus_lm.mixers.norm import RMSNorm, wide
+from proteus_lm.mixers.state import map_state
 from proteus_lm.mlp import MLP
 from proteus_lm.ops.rows import check_packed
 from proteus_lm.sequence import TokenSequence, Unpadding
@@ -143,6 +146,35 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
 
     # Memory.
 
+    def set_context(self, length: int | None) -> None:
+        """Open the blocks of memory evenly over `length` tokens instead of the training context; None: over that one again.
+
+        Of `memory_policy` "stretch" (docs/policies.md). It holds for this model in this process: files keep the training context.
+        A cache filled before is refused after.
+
+        Raises:
+            ValueError: for another policy, whose blocks open where they did in training, or a length below 1.
+        """
+        policy, schedule = self.config.memory_policy, self.config.schedule
+        if policy != "stretch":
+            raise ValueError(
+                f"set_context({length}) with memory_policy {policy!r}, whose blocks open where they did in training; load the "
+                "model with memory_policy='stretch' to spread them over another length"
+            )
+        self.schedule = schedule if length is None else schedule.stretched(length)
+
+    @torch.no_grad()
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, of what a state depends on: configuration, and every parameter's name, type and bits.
+
+        Reads all weights; saved memories are bound to it. The schedule, which may be stretched, is compared by itself.
+        """
+        digest = hashlib.sha256(json.dumps(self.config.shape(), sort_keys=True).encode())
+        for name, parameter in self.named_parameters():
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
     @torch.no_grad()
     def memory_norms(self, cache: ProteusCache) -> Tensor:
         """Frobenius norm by block of what each layer's memory holds beyond its initial value: (layers, N, E); zeros without memory.
@@ -229,6 +261,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache:
             past = ProteusCache() if past is None else past
             past.states, past.position, past.seen = states, position, past.seen + tokens.shape[1]
+            past.schedule = self.schedule
         outputs: dict[str, Any] = {"loss": loss, "logits": logits, CACHE_NAME: past if use_cache else None}
         if output_hidden_states:
             outputs["hidden_states"] = tuple(h if unpadding is None else unpadding.put(h) for h in hidden)
@@ -258,6 +291,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                     f"the cache is a {type(past).__name__}; these models take a proteus_lm.ProteusCache, or None at the start"
                 )
             seen = past.seen
+            past.check_schedule(self.schedule)
             if not past.is_empty and past.batch_size != batch:
                 raise ValueError(
                     f"the cache has {past.batch_size} rows and the input {batch}; repeat the cache's rows "

@@ -6,9 +6,9 @@ Positions count from 0; a negative position (a persistent token) stands before t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, cast, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ class ActivationSchedule:
     Args:
         blocks: E >= 1. One block is the base model: everything is open always.
         context: N >= 1, the training context in tokens. It does not follow the length of an evaluation.
-        unlocks: the positions at which blocks 0 .. E-1 open, in place of the uniform rule; non-decreasing, the first one 0.
+        unlocks: the positions at which blocks 0 .. E-1 open, in place of the uniform rule; non-decreasing, the first one 0. A
+            function of a block's number is called for each and kept as what it gave.
 
     Raises:
         ValueError: for values outside these rules.
@@ -32,7 +33,7 @@ class ActivationSchedule:
 
     blocks: int
     context: int
-    unlocks: tuple[int, ...] | None = None
+    unlocks: Sequence[int] | Callable[[int], int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("blocks", "context"):
@@ -40,13 +41,33 @@ class ActivationSchedule:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
         if self.unlocks is not None:
-            object.__setattr__(self, "unlocks", tuple(int(u) for u in self.unlocks))
-            if len(self.unlocks) != self.blocks:
-                raise ValueError(f"{len(self.unlocks)} unlock positions for {self.blocks} blocks; give one for each block")
-            if self.unlocks[0] != 0:
-                raise ValueError(f"the first block opens at {self.unlocks[0]}; it must open at position 0")
-            if any(b < a for a, b in zip(self.unlocks, self.unlocks[1:])):
-                raise ValueError(f"unlock positions {self.unlocks} fall; they must not decrease")
+            object.__setattr__(self, "unlocks", self._checked(self.unlocks))
+
+    def _checked(self, given: Sequence[int] | Callable[[int], int]) -> tuple[int, ...]:
+        """The given unlock positions as numbers."""
+        unlocks = tuple(given(block) for block in range(self.blocks)) if callable(given) else tuple(given)
+        for block, position in enumerate(unlocks):
+            if not isinstance(position, int) or isinstance(position, bool):
+                raise ValueError(f"block {block} opens at {position!r}; unlock positions must be whole numbers")
+        if len(unlocks) != self.blocks:
+            raise ValueError(f"{len(unlocks)} unlock positions for {self.blocks} blocks; give one for each block")
+        if unlocks[0] != 0:
+            raise ValueError(f"the first block opens at {unlocks[0]}; it must open at position 0")
+        if any(b < a for a, b in zip(unlocks, unlocks[1:])):
+            raise ValueError(f"unlock positions {unlocks} fall; they must not decrease")
+        return unlocks
+
+    def stretched(self, length: int) -> ActivationSchedule:
+        """The same blocks, opening evenly over `length` positions.
+
+        Raises:
+            ValueError: for a length below 1, or where the unlock positions were given: they stand where they stand.
+        """
+        if self.unlocks is not None:
+            raise ValueError(
+                f"blocks open at the positions {self.unlocks}, which were given: only the uniform rule can be stretched"
+            )
+        return ActivationSchedule(self.blocks, length)
 
     @property
     def step(self) -> int:
@@ -55,7 +76,8 @@ class ActivationSchedule:
 
     @property
     def _opens(self) -> tuple[int, ...]:
-        return self.unlocks or tuple(min(e * self.step, self.context) for e in range(self.blocks))
+        given = cast("tuple[int, ...] | None", self.unlocks)  # numbers, since the constructor
+        return given or tuple(min(e * self.step, self.context) for e in range(self.blocks))
 
     def unlock_position(self, block: int) -> int:
         """The first position at which `block` (0 .. E-1) is open.

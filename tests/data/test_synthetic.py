@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from proteus_lm.data.synthetic import BLANK, IGNORED, accuracy, mqar, parity, permutations
+from proteus_lm.data.synthetic import BLANK, IGNORED, accuracy, key_value_stream, mqar, mqar_text, parity, permutations
 
 
 def test_every_key_of_a_recall_row_is_asked_once_and_answered_by_the_value_behind_it():
@@ -33,6 +33,43 @@ def test_recall_asks_at_every_place_in_every_order():
 def test_a_recall_row_may_be_just_full():
     tokens, targets = mqar(batch=3, length=12, pairs=4, vocab=10, seed=0)
     assert (tokens != BLANK).all() and ((targets != IGNORED).sum(1) == 4).all()
+
+
+def test_recall_as_text_puts_each_answer_behind_its_question():
+    tokens, targets = mqar_text(batch=20, length=30, pairs=5, vocab=24, seed=0)
+    for row, wanted in zip(tokens.tolist(), targets.tolist()):
+        pairs = dict(zip(row[0:10:2], row[1:10:2]))
+        asked = [t for t in range(30) if wanted[t] != IGNORED]
+        assert sorted(row[t] for t in asked) == sorted(pairs)
+        assert all(row[t + 1] == wanted[t] == pairs[row[t]] for t in asked)
+        rest = [t for t in range(10, 30) if t not in asked and t - 1 not in asked]
+        assert all(row[t] == BLANK for t in rest)
+
+
+def test_a_stream_asks_only_for_keys_given_before_and_answers_with_their_value():
+    tokens, targets = key_value_stream(batch=20, length=101, keys=7, vocab=24, seed=0)
+    assert (tokens[:, 100] == BLANK).all()
+    for row, wanted in zip(tokens.tolist(), targets.tolist()):
+        known = {}
+        for t in range(0, 100, 2):
+            key, value = row[t], row[t + 1]
+            assert 1 <= key < 12 <= value < 24
+            assert wanted[t] == known.get(key, IGNORED)
+            assert known.setdefault(key, value) == value
+        assert len(known) == 7
+        assert all(w == IGNORED for w in wanted[1::2])
+
+
+def test_a_stream_asks_at_every_distance():
+    tokens, targets = key_value_stream(batch=50, length=200, keys=10, vocab=64, seed=0)
+    distances = set()
+    for row, wanted in zip(tokens.tolist(), targets.tolist()):
+        last = {}
+        for t in range(0, 200, 2):
+            if wanted[t] != IGNORED:
+                distances.add(t - last[row[t]])
+            last[row[t]] = t
+    assert min(distances) == 2 and max(distances) > 80
 
 
 def test_parity_is_that_of_the_ones_so_far():
@@ -66,8 +103,14 @@ def test_permutations_of_five_use_all_tokens_and_do_not_commute():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda seed: mqar(4, 30, 5, 24, seed), lambda seed: parity(4, 30, seed), lambda seed: permutations(4, 30, seed)],
-    ids=["mqar", "parity", "permutations"],
+    [
+        lambda seed: mqar(4, 30, 5, 24, seed),
+        lambda seed: mqar_text(4, 30, 5, 24, seed),
+        lambda seed: key_value_stream(4, 30, 5, 24, seed),
+        lambda seed: parity(4, 30, seed),
+        lambda seed: permutations(4, 30, seed),
+    ],
+    ids=["mqar", "mqar text", "stream", "parity", "permutations"],
 )
 def test_a_seed_is_a_batch_whatever_was_drawn_before(make):
     first = make(1)
@@ -91,6 +134,10 @@ def test_accuracy_counts_asked_places_alone():
         (lambda: mqar(1, 11, 4, 24, 0), ["length is 11", "4 pairs", "at least 12"]),
         (lambda: mqar(1, 30, 0, 24, 0), ["0 pairs", "at least one"]),
         (lambda: mqar(1, 30, 5, 11, 0), ["vocab is 11", "at least 12"]),
+        (lambda: mqar_text(1, 15, 4, 24, 0), ["length is 15", "4 pairs", "at least 16"]),
+        (lambda: key_value_stream(1, 3, 1, 24, 0), ["length is 3", "at least 4"]),
+        (lambda: key_value_stream(1, 30, 12, 24, 0), ["vocab is 24", "12 keys", "at least 26"]),
+        (lambda: key_value_stream(1, 30, 2, 24, 0, fresh=0.0), ["fresh is 0.0"]),
         (lambda: permutations(1, 5, 0, size=7), ["size is 7", "1 to 6"]),
     ],
 )

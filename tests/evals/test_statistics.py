@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from proteus_lm.evals.statistics import Estimate, ratio_estimate, t95
+from proteus_lm.evals.statistics import Estimate, over_seeds, ratio_estimate, t95
 
 
 def test_independent_windows_of_one_size_give_the_textbook_standard_error():
@@ -56,3 +56,20 @@ def test_students_t_is_continuous_where_the_table_ends():
     assert t95(30) > t95(31) > t95(1000) > 1.9599
     assert t95(31) == pytest.approx(2.0395, abs=1e-3)
     assert t95(120) == pytest.approx(1.9799, abs=1e-3)
+
+
+def test_over_seeds_is_the_mean_with_students_interval():
+    estimate = over_seeds([1.0, 2.0, 4.0])
+    assert estimate.mean == pytest.approx(7 / 3)
+    assert estimate.error == pytest.approx(np.std([1, 2, 4], ddof=1) / 3**0.5)
+    assert estimate.half_width == pytest.approx(4.303 * estimate.error)
+    assert (estimate.groups, estimate.unit) == (3, "seeds")
+    assert estimate.beyond_noise is False
+    assert over_seeds([1.0, 1.01, 0.99]).beyond_noise is True
+
+
+def test_one_seed_gives_no_error_and_no_judgement_and_none_is_refused():
+    estimate = over_seeds([1.5])
+    assert (estimate.mean, estimate.error, estimate.half_width, estimate.beyond_noise) == (1.5, None, None, None)
+    with pytest.raises(ValueError, match="no values"):
+        over_seeds([])

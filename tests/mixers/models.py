@@ -10,7 +10,7 @@ from torch import Tensor
 
 from proteus_lm import ProteusConfig, ProteusForCausalLM
 from proteus_lm.mixers import registry, titans_forms
-from proteus_lm.mixers.base import map_state
+from proteus_lm.mixers.state import map_state
 
 VOCABULARY = 31
 CONTEXT = 24
@@ -29,7 +29,7 @@ def options(mixer: str, **changes: Any) -> dict[str, Any]:
 
 
 def cases() -> list[Any]:
-    """Every mixer x {one block, four blocks along each axis it has}, and with a window where it has one; Hope-Attention.
+    """Every mixer x {one block, four blocks along each axis it has}, read before the write, with a window; Hope-Attention.
 
     The forms of Titans without persistent tokens and one block, and with both.
     """
@@ -43,6 +43,8 @@ def cases() -> list[Any]:
         if "memory_blocks" in mixer.fields:
             for axis in ("key", "value") if "memory_axis" in mixer.fields else ("key",):
                 found[f"{name}-E4-{axis}"] = options(name, memory_blocks=4, memory_context=CONTEXT, memory_axis=axis)
+        if "read" in mixer.fields:
+            found[f"{name}-pre-E4"] = options(name, memory_blocks=4, memory_context=CONTEXT, read="pre")
     scheduled = {"memory_blocks": 4, "memory_context": CONTEXT, "persistent_tokens": 3}
     for form in titans_forms:
         if form != "lmm":

@@ -50,14 +50,17 @@ def test_without_its_memory_a_mixer_stays_at_chance(monkeypatch):
     assert reached <= 0.35, f"accuracy {reached:.3f}, chance {CHANCE:.3f}: the task gives its answers away"
 
 
-CASES = [(name, n) for name in sorted(registry) for n in (1, 4) if n == 1 or "memory_blocks" in registry[name].fields]
+CASES = [(name, n, {}) for name in sorted(registry) for n in (1, 4) if n == 1 or "memory_blocks" in registry[name].fields]
+# Attention beside the memory sees 4 tokens of the row: what is asked later only the memory can tell.
+NARROW = {"mac": {"segment_length": 4}, "mag": {"window": 4}, "mal": {"window": 4}}
+CASES += [("titans", n, {"titans_variant": form, **sizes}) for form, sizes in NARROW.items() for n in (1, 4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mixer", "blocks"), CASES)
-def test_every_mixer_recalls(mixer, blocks, record_property):
+@pytest.mark.parametrize(("mixer", "blocks", "more"), CASES)
+def test_every_mixer_recalls(mixer, blocks, more, record_property):
     # Without a convolution two layers must first learn to bring each key to its value.
     steps = 250 if "conv_size" in registry[mixer].fields else 1500
-    reached = learn(steps, mixer=mixer, memory_blocks=blocks)
+    reached = learn(steps, mixer=mixer, memory_blocks=blocks, **more)
     record_property("accuracy", reached)
-    assert reached >= WANTED, f"{mixer}, {blocks} blocks: accuracy {reached:.3f}, chance {CHANCE:.3f}, wanted {WANTED}"
+    assert reached >= WANTED, f"{mixer} {more}, {blocks} blocks: accuracy {reached:.3f}, chance {CHANCE:.3f}, wanted {WANTED}"

@@ -14,6 +14,7 @@ from proteus_lm.ops.state import SWLAState
 
 RULES = tuple(_linear.ARGUMENTS)
 AXES = _linear.AXES
+READS = _linear.READS
 KEYS, VALUES, HEADS, WINDOW = 10, 9, 2, 3  # no multiple of anything
 
 

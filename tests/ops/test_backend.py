@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from proteus_lm import ActivationSchedule, ops
-from proteus_lm.ops import backend, reference
+from proteus_lm.ops import backend, deep, reference
 
 
 @pytest.mark.parametrize("operation", backend.OPERATIONS)
@@ -56,3 +56,25 @@ def test_titans_kernels_refuse_with_a_reason():
     arguments, keywords = titans(torch.float64)
     with pytest.raises(ValueError, match=r"backend 'triton' cannot run titans_memory: .*; use backend='auto'"):
         ops.titans_memory(*arguments, backend="triton", **keywords)
+
+
+def test_auto_multiplies_in_tf32_only_where_pytorch_may():
+    (q, k, v, theta, alpha, eta, weights), keywords = titans(torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens = [t.to(device) for t in (q, k, v, theta, alpha, eta)]
+    weights = [w.to(device) for w in weights]
+    assert "tf32" in deep.refusals(tokens, weights, keywords["chunk"])["triton"]
+    assert deep.refusals(tokens, weights, keywords["chunk"], backend="triton")["triton"] is None
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert deep.refusals(tokens, weights, keywords["chunk"])["triton"] is None
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_auto_keeps_the_interpreter_for_those_who_ask_by_name():
+    q = torch.randn(1, 3, 1, 16)
+    choice = backend.explain("retention", q, q, q, q[..., 0])
+    assert choice.backend == ("chunk" if q.device.type == "cpu" else "triton")
+    assert "tensors are on cpu" in choice.reason

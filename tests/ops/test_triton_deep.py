@@ -7,7 +7,6 @@ imported without it and there is no GPU, or is not installed, there is nothing t
 from __future__ import annotations
 
 import os
-import types
 
 import pytest
 import torch
@@ -118,6 +117,16 @@ def test_many_segments_equal_one(monkeypatch):
     compare(tokens, *state_of(weights, 1, moving=True), ActivationSchedule(4, 36).activation(F, 40), chunk=CHUNK)
 
 
+@pytest.mark.parametrize("segment", [1, 16])
+def test_walking_the_writes_again_gives_the_gradients_of_kept_states(segment, monkeypatch):
+    from proteus_lm.ops.triton_deep import _launch, _operator
+
+    monkeypatch.setattr(_operator, "SEGMENT", segment)
+    monkeypatch.setattr(_launch, "KEPT_BYTES", 0)
+    tokens, weights = make(1, 40, 2)
+    compare(tokens, *state_of(weights, 1, moving=True), ActivationSchedule(4, 36).activation(F, 40), chunk=CHUNK)
+
+
 @pytest.mark.parametrize("offsets", [None, [3, 20, 7]])
 def test_packed_documents_of_unequal_length_equal_oracle(offsets):
     tokens, weights = make(1, 60, 2)
@@ -190,15 +199,3 @@ def test_refusals_name_what_the_kernels_cannot_do(change, reason):
     weights = [torch.zeros(1, a, b) for a, b in zip(sides, sides[1:])]
     found = triton_deep.refuse(tokens, weights, change.get("chunk", 64))
     assert found is None if reason is None else reason in found
-
-
-def test_blocks_that_open_inside_a_chunk_are_refused_where_unproven_and_only_there():
-    weights = [torch.zeros(1, 64, 256), torch.zeros(1, 256, 64)]
-    q = types.SimpleNamespace(dtype=torch.bfloat16)  # of a GPU's call: only the type is looked at
-    inside = ActivationSchedule(16, 1000).activation(256, 128)
-    on_the_grid = ActivationSchedule(16, 1024).activation(256, 128)
-    assert "position 62" in triton_deep._unproven(q, weights, 64, inside)
-    assert triton_deep._unproven(q, weights, 64, on_the_grid) is None
-    assert triton_deep._unproven(q, weights, 64, None) is None
-    assert triton_deep._unproven(q, weights[:1], 64, inside) is None
-    assert triton_deep._unproven(types.SimpleNamespace(dtype=torch.float32), weights, 64, inside) is None

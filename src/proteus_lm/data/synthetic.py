@@ -77,6 +77,70 @@ def mqar(batch: int, length: int, pairs: int, vocab: int, seed: int) -> Task:
     return Task(tokens, torch.full_like(tokens, IGNORED).scatter_(1, places, values))
 
 
+def mqar_text(batch: int, length: int, pairs: int, vocab: int, seed: int) -> Task:
+    """`mqar` as text to train a language model on: an asked key is followed by its value, so that the next token is the answer.
+
+    Keys, values, blanks and chance are those of `mqar`; `length` is at least 4 * pairs. The target at an asked key is its value.
+
+    Raises:
+        ValueError: as `mqar`.
+    """
+    if pairs < 1 or length < 4 * pairs:
+        raise ValueError(
+            f"length is {length} with {pairs} pairs: a row needs 2 tokens to give a pair and 2 to ask for it; use a length of at "
+            f"least {4 * max(pairs, 1)} and at least one pair"
+        )
+    asked, answers = mqar(batch, length - pairs, pairs, vocab, seed)
+    rows = []
+    for row, wanted in zip(asked.tolist(), answers.tolist()):
+        tokens, targets = [], []
+        for token, target in zip(row, wanted):
+            tokens += [token] if target == IGNORED else [token, target]
+            targets += [IGNORED] if target == IGNORED else [target, IGNORED]
+        rows.append((tokens, targets))
+    return Task(*(torch.tensor([row[i] for row in rows]).view(batch, length) for i in (0, 1)))
+
+
+def key_value_stream(batch: int, length: int, keys: int, vocab: int, seed: int, fresh: float = 0.5) -> Task:
+    """A long stream of key value pairs, in which keys given before come again with the value they had: recall at every distance.
+
+    Every second token is a key, its value behind it. A key is new with probability `fresh` as long as fewer than `keys` have been
+    given, and else any of those given before, each as likely; the target at such a key is its value. Ids are those of `mqar`:
+    keys 1 .. vocab // 2 - 1, values vocab // 2 .. vocab - 1, each value drawn by itself. An odd last token is a blank (0). Chance
+    is 1 / (vocab - vocab // 2).
+
+    Args:
+        batch: rows.  length: tokens of a row, at least 4.  keys: different keys of a row.  vocab: tokens, see above.
+        seed: of the random numbers; one seed, one batch.
+
+    Raises:
+        ValueError: for a length without room for two pairs, a vocabulary without so many keys, or `fresh` outside 0 .. 1.
+    """
+    half = vocab // 2
+    if length < 4:
+        raise ValueError(f"length is {length}: a stream needs a pair and a question about it; use at least 4 tokens")
+    if not 1 <= keys <= half - 1:
+        raise ValueError(
+            f"vocab is {vocab} with {keys} keys: keys come from 1 .. {half - 1}; use a vocab of at least {2 * keys + 2}"
+        )
+    if not 0 < fresh <= 1:
+        raise ValueError(f"fresh is {fresh}; it must be above 0 and at most 1")
+    draw = torch.Generator().manual_seed(seed)
+    steps = length // 2
+    names = torch.rand(batch, half - 1, generator=draw).argsort(1)[:, :keys] + 1
+    values = torch.randint(half, vocab, (batch, keys), generator=draw)
+    new = torch.rand(batch, steps, generator=draw) < fresh
+    new[:, 0] = True
+    given = new.long().cumsum(1).clamp(max=keys)  # keys given up to here, this one among them where it is new
+    new &= torch.cat((given[:, :1], given.diff(dim=1)), 1) > 0
+    again = (torch.rand(batch, steps, generator=draw) * given).long()
+    index = torch.where(new, given - 1, again)
+    tokens, targets = torch.full((batch, length), BLANK), torch.full((batch, length), IGNORED)
+    tokens[:, 0 : 2 * steps : 2], tokens[:, 1 : 2 * steps : 2] = names.gather(1, index), values.gather(1, index)
+    targets[:, 0 : 2 * steps : 2] = torch.where(new, IGNORED, tokens[:, 1 : 2 * steps : 2])
+    return Task(tokens, targets)
+
+
 def parity(batch: int, length: int, seed: int) -> Task:
     """Bits; the target at each is whether the ones so far are odd. The group Z_2: the smallest state to be tracked.
 

@@ -7,10 +7,10 @@ carried from piece to piece, so a longer window costs time and not memory, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,13 @@ from torch.nn.functional import cross_entropy
 from proteus_lm.cache import ProteusCache
 from proteus_lm.evals.statistics import Estimate, ratio_estimate
 from proteus_lm.evals.windows import Documents, LeftOut, Window, choose_windows
+
+if TYPE_CHECKING:
+    from proteus_lm.evals.language_model import LanguageModel
+    from proteus_lm.evals.suite import SuiteOptions, SuiteResult
+
+Reader = Callable[[Tensor], Iterator[tuple[int, Tensor]]]
+"""Rows of tokens int64 (B, T) -> the first column of each piece and its logits (B, t, vocabulary), piece by piece."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,42 @@ class PerplexityResult:
             "bins": [{"start": a, "end": b, **asdict(e)} for a, b, e in zip(self.edges, self.edges[1:], self.bins)],
         }
 
+    def to_raw(self) -> dict[str, Any]:
+        """Everything, ready for JSON, so that `from_raw` gives an equal result and `compare` can pair it later."""
+        return {
+            "windows": [[w.document, w.start, w.length] for w in self.windows],
+            "left_out": asdict(self.left_out),
+            "edges": list(self.edges),
+            "sums": self.sums.tolist(),
+            "counts": self.counts.tolist(),
+            "context": self.context,
+            "training_context": self.training_context,
+            "bytes_per_token": self.bytes_per_token,
+        }
+
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, Any]) -> PerplexityResult:
+        """The result that `to_raw` wrote.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        try:
+            return cls(
+                windows=tuple(Window(*w) for w in raw["windows"]),
+                left_out=LeftOut(**raw["left_out"]),
+                edges=tuple(raw["edges"]),
+                sums=np.array(raw["sums"], dtype=np.float64),
+                counts=np.array(raw["counts"], dtype=np.int64),
+                context=raw["context"],
+                training_context=raw["training_context"],
+                bytes_per_token=raw["bytes_per_token"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"these are no raw rows of a perplexity ({type(error).__name__}: {error}); evaluate again"
+            ) from error
+
 
 def bin_edges(length: int, bins: int, training_context: int | None = None) -> tuple[int, ...]:
     """Edges of about `bins` equal stretches of 0 .. length - 1, with one at the training context where that is inside.
@@ -137,6 +180,9 @@ def evaluate(
     chunk: int = 2048,
     bytes_per_token: float | None = None,
     progress: Callable[[int, int], None] | None = None,
+    edges: Sequence[int] | None = None,
+    longest: int | None = None,
+    read: Reader | None = None,
 ) -> PerplexityResult:
     """Loss of a causal language model on one split, token by token.
 
@@ -154,6 +200,9 @@ def evaluate(
         chunk: tokens a forward pass; the state is carried between passes. Bounds the memory needed.
         bytes_per_token: of the split's text, for bits per byte.
         progress: called with (tokens predicted, tokens to predict) after each pass.
+        edges: rising edges of the bins in place of `bins`, the first 0; those within the longest window are used.
+        longest: with `context` None, predictions in a document at most.
+        read: how rows of tokens become logits; by default the model with a ProteusCache, `chunk` tokens a pass.
 
     Raises:
         ValueError: for sizes below 1, documents shorter than a window, a token id the model does not know, or a loss that is
@@ -162,8 +211,10 @@ def evaluate(
     for name, value in (("batch_size", batch_size), ("chunk", chunk)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    windows, left_out = choose_windows(dataset, context, max_tokens)
-    edges = bin_edges(max(w.length for w in windows), bins, training_context)
+    windows, left_out = choose_windows(dataset, context, max_tokens, longest=longest)
+    width = max(w.length for w in windows)
+    edges = bin_edges(width, bins, training_context) if edges is None else (*(e for e in edges if e < width), width)
+    read = read or _own_reader(model, chunk)
     sums = np.zeros((len(windows), len(edges) - 1))
     counts = np.zeros(sums.shape, dtype=np.int64)
     # Windows of like length share a batch: what is padded behind a shorter one is work for nothing.
@@ -172,7 +223,7 @@ def evaluate(
     with evaluation_mode(model):
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            for first, losses, valid in _losses(model, dataset, [windows[i] for i in batch], chunk):
+            for first, losses, valid in _losses(model, dataset, [windows[i] for i in batch], read):
                 _add(sums, counts, batch, edges, first, losses, valid)
                 done += int(valid.sum())
                 if progress is not None:
@@ -193,8 +244,20 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
+def _own_reader(model: nn.Module, chunk: int) -> Reader:
+    """Logits of one of our models, its state carried from piece to piece."""
+
+    def read(tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
+        cache = ProteusCache() if tokens.shape[1] > chunk else None
+        for first in range(0, tokens.shape[1], chunk):
+            piece = tokens[:, first : first + chunk]
+            yield first, model(input_ids=piece, past_key_values=cache, use_cache=cache is not None).logits  # updates the cache
+
+    return read
+
+
 def _losses(
-    model: nn.Module, dataset: Documents, windows: Sequence[Window], chunk: int
+    model: nn.Module, dataset: Documents, windows: Sequence[Window], read: Reader
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Piece by piece: its first position, loss in nats of each prediction, float64 (B, t), and which of them belong to a window."""
     device = next(model.parameters()).device
@@ -202,19 +265,18 @@ def _losses(
     tokens = np.zeros((len(windows), length + 1), dtype=np.int64)
     for row, w in zip(tokens, windows):
         row[: w.length + 1] = dataset.document(w.document)[w.start : w.start + w.length + 1]
-    vocabulary = model.config.vocab_size  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    config: Any = model.config
+    vocabulary = (config.get_text_config() if hasattr(config, "get_text_config") else config).vocab_size
     if tokens.max() >= vocabulary:
         raise ValueError(
             f"token {tokens.max()} is outside the model's vocabulary of {vocabulary}; the data were made with another tokenizer"
         )
     # Padding stands behind a window's last token, where a causal model cannot let it touch what is counted.
     valid = np.arange(length) < np.array([[w.length] for w in windows])
-    cache = ProteusCache() if length > chunk else None
-    for first in range(0, length, chunk):
-        last = min(first + chunk, length)
-        piece = torch.from_numpy(tokens[:, first : last + 1]).to(device)
-        output = model(input_ids=piece[:, :-1], past_key_values=cache, use_cache=cache is not None)  # a forward updates the cache
-        yield first, _token_losses(output.logits, piece[:, 1:]), valid[:, first:last]
+    whole = torch.from_numpy(tokens).to(device)
+    for first, logits in read(whole[:, :-1]):
+        last = first + logits.shape[1]
+        yield first, _token_losses(logits, whole[:, first + 1 : last + 1]), valid[:, first:last]
 
 
 def _token_losses(logits: Tensor, targets: Tensor) -> np.ndarray:
@@ -247,3 +309,10 @@ def _check_finite(sums: np.ndarray, windows: Sequence[Window]) -> None:
             f"the loss is not finite in {len(bad)} of {len(windows)} windows, first in document {w.document} from token {w.start}; "
             "look at the model's weights, or evaluate in float32"
         )
+
+
+def fig4(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
+    """As `positions.perplexity_by_position`, under the name that `suite.SUITES` asks for."""
+    from proteus_lm.evals.positions import perplexity_by_position
+
+    return perplexity_by_position(model, options)

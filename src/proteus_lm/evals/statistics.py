@@ -29,9 +29,14 @@ class Estimate:
     unit: str = "documents"
 
     @property
+    def half_width(self) -> float | None:
+        """Half of the 95% interval (Student's t); None where there is no error."""
+        return None if self.error is None else t95(self.groups - 1) * self.error
+
+    @property
     def beyond_noise(self) -> bool | None:
         """Does the 95% interval leave zero out? None when there is no error to judge by."""
-        return None if self.error is None else abs(self.mean) > t95(self.groups - 1) * self.error
+        return None if self.half_width is None else abs(self.mean) > self.half_width
 
 
 def t95(degrees: int) -> float:
@@ -63,3 +68,16 @@ def ratio_estimate(sums: np.ndarray, counts: np.ndarray, groups: Sequence[int]) 
     size = len(names)
     error = math.sqrt(size / (size - 1) * float((residuals**2).sum())) / tokens if size > 1 else None
     return Estimate(mean, error, size, tokens, unit)
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """Mean of one number a seed and its standard error s / sqrt(n); of a single seed without error.
+
+    Raises:
+        ValueError: without a value.
+    """
+    if not values:
+        raise ValueError("no values, so no mean over seeds; give at least one")
+    size = len(values)
+    error = float(np.std(values, ddof=1)) / math.sqrt(size) if size > 1 else None
+    return Estimate(float(np.mean(values)), error, size, 0, "seeds")

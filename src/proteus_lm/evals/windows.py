@@ -48,8 +48,12 @@ class LeftOut:
     short_documents: int
 
 
-def choose_windows(dataset: Documents, context: int | None, max_tokens: int | None = None) -> tuple[tuple[Window, ...], LeftOut]:
+def choose_windows(
+    dataset: Documents, context: int | None, max_tokens: int | None = None, *, longest: int | None = None
+) -> tuple[tuple[Window, ...], LeftOut]:
     """All windows of `context` predictions, cut from each document's start; whole documents when `context` is None.
+
+    With `longest`, a whole document is read up to so many predictions, and the rest of it is counted among the tails.
 
     With `max_tokens`, windows are taken at even distances over the whole split, at least one; the choice depends on nothing
     else, so two models asked the same question get the same windows.
@@ -58,23 +62,24 @@ def choose_windows(dataset: Documents, context: int | None, max_tokens: int | No
         The windows in the order of the documents, and what they leave out. Windows and left-out tokens add up to the split.
 
     Raises:
-        ValueError: when `context` or `max_tokens` is below 1, or no document holds a window.
+        ValueError: when `context`, `max_tokens` or `longest` is below 1, or no document holds a window.
     """
-    for name, value in (("context", context), ("max_tokens", max_tokens)):
+    for name, value in (("context", context), ("max_tokens", max_tokens), ("longest", longest)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1 token")
     windows: list[Window] = []
-    total = first = short = longest = 0
+    total = first = short = most = 0
     for index in range(dataset.documents):
         size = len(dataset.document(index))
-        longest, total, first = max(longest, size), total + size, first + min(size, 1)
-        width = size - 1 if context is None else context
+        most, total, first = max(most, size), total + size, first + min(size, 1)
+        width = min(size - 1, longest or size) if context is None else context
         starts = range(0, size - width, width) if width >= 1 else ()
+        starts = starts[:1] if context is None else starts
         short += not len(starts)
         windows += [Window(index, start, width) for start in starts]
     if not windows:
         raise ValueError(
-            f"no document holds {(context or 1) + 1} tokens (the longest of {dataset.documents} has {longest}); "
+            f"no document holds {(context or 1) + 1} tokens (the longest of {dataset.documents} has {most}); "
             "evaluate at a shorter context, or prepare data with longer documents"
         )
     kept = windows if max_tokens is None else _spread(windows, max_tokens)

@@ -113,6 +113,11 @@ class AttentionMixer(Mixer):
         empty = torch.zeros(batch, self.window or 0, self.heads, self.dim, device=device, dtype=dtype)
         return AttentionState(empty, empty)
 
+    @property
+    def growing(self) -> frozenset[str]:
+        """Keys and values, without a window."""
+        return frozenset() if self.window else frozenset(AttentionState._fields)
+
     def memory_norm(self, state: AttentionState, schedule: ActivationSchedule) -> Tensor:
         """Zeros: what attention keeps is no memory of fixed size."""
         return wide(state.keys.new_zeros(len(state.keys), schedule.blocks))

@@ -13,20 +13,13 @@ from torch.nn.functional import linear, silu
 
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize, wide
+from proteus_lm.mixers.state import map_state, named_state, named_tensors
 from proteus_lm.ops.state import SWLAState
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
 
 if TYPE_CHECKING:
     from proteus_lm.config import ProteusConfig
-
-
-def map_state(function: Callable[..., Tensor], *states: Any) -> Any:
-    """`function` over the tensors of states of one structure: nested (named) tuples of tensors, one row a sequence."""
-    if isinstance(states[0], Tensor):
-        return function(*states)
-    parts = [map_state(function, *part) for part in zip(*states)]
-    return type(states[0])(*parts) if hasattr(states[0], "_fields") else tuple(parts)
 
 
 def set_parameter(parameter: Tensor, value: Tensor) -> None:
@@ -122,7 +115,11 @@ def block_norms(energy: Tensor, schedule: ActivationSchedule) -> Tensor:
 class Mixer(nn.Module, ABC):
     """A token mixer: how a layer carries information from earlier tokens to later ones.
 
-    A state is a NamedTuple of tensors, first dimension N (one row a sequence or document). A mixer never changes a state in place.
+    A state is a NamedTuple of tensors, first dimension N (one row a sequence or document), the first tensor in the type of the
+    layer's inputs. A mixer never changes a state in place, so that an old state stays what it was: keeping it is rewinding.
+
+    What an engine that serves models asks for (docs/state.md): `state_shapes` and `state_dtypes` of a configuration, `init_state`,
+    `step`, `snapshot`, `restore`, `reset`. A subclass defines `init_state` and `forward`; the rest follows from them.
     """
 
     fields: ClassVar[frozenset[str]]
@@ -187,6 +184,76 @@ class Mixer(nn.Module, ABC):
         """`state` with `part` in its rows `rows` (int64); a new state."""
         return map_state(lambda old, new: old.to(new.dtype).index_copy(0, rows, new), state, part)
 
+    # The state as an engine sees it.
+
+    @property
+    def growing(self) -> frozenset[str]:
+        """Tensors of the state whose second dimension is as long as the longest row's text; none where the size is constant."""
+        return frozenset()
+
+    @classmethod
+    def state_shapes(cls, config: ProteusConfig, batch: int = 1, length: int = 0) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of the state of `batch` rows after `length` tokens, by name; nothing is computed or kept."""
+        mixer, state = cls._template(config, batch, torch.float32)
+        shapes = {name: tuple(x.shape) for name, x in named_tensors(state).items()}
+        return {n: (shape[0], length, *shape[2:]) if n in mixer.growing else shape for n, shape in shapes.items()}
+
+    @classmethod
+    def state_dtypes(cls, config: ProteusConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Type of each tensor of the state, by name, of a layer whose inputs are of type `dtype`."""
+        return {name: x.dtype for name, x in named_tensors(cls._template(config, 1, dtype)[1]).items()}
+
+    @classmethod
+    def _template(cls, config: ProteusConfig, batch: int, dtype: torch.dtype) -> tuple[Mixer, Any]:
+        """A mixer and a state without values."""
+        with torch.device("meta"):
+            mixer = cls(config)
+            return mixer, mixer.init_state(batch, "meta", dtype)
+
+    def step(self, x: Tensor, state: Any, position: Tensor, schedule: ActivationSchedule) -> tuple[Tensor, Any]:
+        """One token a row, rows at their own positions.
+
+        Args:
+            x: (N, hidden).
+            state: after the tokens before it, or `init_state`.
+            position: int64 (N,), tokens that each row has behind it.
+            schedule: when blocks of memory open.
+
+        Returns:
+            y (N, hidden), and the state after it.
+        """
+        sequence = TokenSequence(schedule, len(x), 1, offset=position, device=x.device)
+        y, state = self(x[:, None], sequence, state, True)
+        return y[:, 0], state
+
+    def snapshot(self, state: Any, rows: Tensor | None = None) -> dict[str, Tensor]:
+        """A copy of a state, or of its rows `rows` (int64), in memory of its own and out of the graph: tensors by name."""
+        part = state if rows is None else map_state(lambda x: x.index_select(0, rows), state)
+        return {n: x.detach().clone(memory_format=torch.contiguous_format) for n, x in named_tensors(part).items()}
+
+    def restore(self, snapshot: Mapping[str, Tensor], device: torch.device | str | None = None) -> Any:
+        """The state of which `snapshot` is a copy, bit for bit; on `device`, or where the copy lies. The copy stays untouched.
+
+        Raises:
+            ValueError: for a copy of another mixer's state, or of one with other sizes.
+        """
+        batch = len(next(iter(snapshot.values()), ()))
+        template = self.init_state(batch, "meta", torch.float32)
+        state = named_state(snapshot, template)
+        for (name, x), wanted in zip(named_tensors(state).items(), named_tensors(template).values(), strict=True):
+            free = slice(2, None) if name in self.growing else slice(1, None)
+            if len(x) != batch or x.shape[free] != wanted.shape[free]:
+                raise ValueError(
+                    f"{name} of the snapshot is of shape {tuple(x.shape)}; this mixer's is {tuple(wanted.shape)}: restore a "
+                    "snapshot of the same model"
+                )
+        return map_state(lambda x: x.clone() if device is None else x.to(device, copy=True), state)
+
+    def reset(self, state: Any, rows: Tensor) -> Any:
+        """`state` with its rows `rows` (int64) as they are before a first token: the initial memory put back, not zeros."""
+        first = next(iter(named_tensors(state).values()))
+        return self.put_rows(state, rows, self.init_state(len(rows), first.device, first.dtype))
+
 
 class MatrixState(NamedTuple):
     """State of a mixer whose memory is a matrix.
@@ -208,13 +275,15 @@ class MatrixState(NamedTuple):
 class MatrixMixer(Mixer):
     """A mixer with a matrix memory (spec/linear.md 1): convolved q, k, v; a rule of `proteus_lm.ops`; norm, gate, output map.
 
-    A subclass names its rule, that rule's decoding step and operations, and makes their arguments in `arguments`.
+    A subclass names its rule, that rule's decoding step (`rule_step`) and operations, and makes their arguments in `arguments`.
     """
 
-    fields = frozenset({"conv_size", "value_expansion", "memory_blocks", "memory_axis", "norm_order"})
+    fields = frozenset(
+        {"conv_size", "value_expansion", "memory_blocks", "memory_policy", "memory_unlocks", "memory_axis", "norm_order", "read"}
+    )
     defaults: ClassVar[Mapping[str, Any]] = {"value_expansion": 1}
     rule: ClassVar[Callable[..., tuple[Tensor, Any]]]
-    step: ClassVar[Callable[..., tuple[Tensor, Any]]]
+    rule_step: ClassVar[Callable[..., tuple[Tensor, Any]]]
     memory_flops: ClassVar[Callable[[float, float], float]]
     """Operations of the rule for a token and head with so many open key rows and value columns."""
     gate: ClassVar[Callable[[Tensor], Tensor] | None] = silu
@@ -225,7 +294,7 @@ class MatrixMixer(Mixer):
     def __init__(self, config: ProteusConfig) -> None:
         super().__init__()
         hidden, heads, keys, values = self._sizes(config)
-        self.axis, self._mask_first = config.memory_axis, config.norm_order == "mask_then_norm"
+        self.read, self.axis, self._mask_first = config.read, config.memory_axis, config.norm_order == "mask_then_norm"
         self.projection = ConvProjection(hidden, heads, (keys, keys, values), self.taps(config))
         self.output = GatedOutput(hidden, heads, values, config.norm_eps, type(self).gate)
         if self.gate_maps(config):
@@ -324,13 +393,14 @@ class MatrixMixer(Mixer):
         if state is not None and sequence.is_step:
             active = sequence.active(self._memory_dim)
             now = (tensor[:, 0] for tensor in inputs)
-            read, memory = type(self).step(*now, state.memory, active=active, axis=self.axis)
+            read, memory = type(self).rule_step(*now, state.memory, active=active, axis=self.axis, read=self.read)
             read = read[:, None]
         else:
             read, memory = type(self).rule(
                 *inputs,
                 activation=sequence.activation(self._memory_dim),
                 axis=self.axis,
+                read=self.read,
                 initial_state=None if state is None else state.memory,
                 cu_seqlens=sequence.cu_seqlens,
                 output_final_state=use_state,

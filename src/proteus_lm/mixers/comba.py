@@ -27,7 +27,7 @@ class CombaMixer(DecayMixer):
 
     fields = DecayMixer.fields | {"inner_decay", "output_correction"}
     no_decay = (*DecayMixer.no_decay, "inner", "D")
-    rule, step = staticmethod(comba), staticmethod(comba_step)
+    rule, rule_step = staticmethod(comba), staticmethod(comba_step)
     memory_flops = staticmethod(delta_flops)
     gate = staticmethod(torch.sigmoid)
 

@@ -23,7 +23,7 @@ class DeltaNetMixer(MatrixMixer):
     beta = sigmoid(W x) of each head; q and k have unit length.
     """
 
-    rule, step = staticmethod(delta_rule), staticmethod(delta_rule_step)
+    rule, rule_step = staticmethod(delta_rule), staticmethod(delta_rule_step)
     memory_flops = staticmethod(delta_flops)
     gate = None
 
@@ -43,7 +43,7 @@ class GatedDeltaNetMixer(DecayMixer):
     The error is against the decayed memory a S, a = e^g of `DecayMixer`; q and k have unit length.
     """
 
-    rule, step = staticmethod(gated_delta_rule), staticmethod(gated_delta_rule_step)
+    rule, rule_step = staticmethod(gated_delta_rule), staticmethod(gated_delta_rule_step)
     memory_flops = staticmethod(delta_flops)
 
     def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sequence: TokenSequence) -> tuple[Tensor, ...]:

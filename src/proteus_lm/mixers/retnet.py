@@ -26,7 +26,7 @@ class RetNetMixer(MatrixMixer):
 
     fields = MatrixMixer.fields - {"conv_size", "norm_order"}
     defaults = {"value_expansion": 2}  # noqa: RUF012 - as declared by Mixer
-    rule, step = staticmethod(retention), staticmethod(retention_step)
+    rule, rule_step = staticmethod(retention), staticmethod(retention_step)
     memory_flops = staticmethod(hebbian_flops)
 
     @classmethod

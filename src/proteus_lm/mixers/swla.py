@@ -26,7 +26,7 @@ class SWLAMixer(DecayMixer):
     """
 
     fields = DecayMixer.fields | {"swla_window"}
-    rule, step = staticmethod(swla), staticmethod(swla_step)
+    rule, rule_step = staticmethod(swla), staticmethod(swla_step)
     # The one-pass form (spec/linear.md 1.4); the window's own part, c / 64 of the second term, is left out.
     memory_flops = staticmethod(hebbian_flops)
 

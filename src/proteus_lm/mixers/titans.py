@@ -49,8 +49,8 @@ class TitansMemory(Mixer):
     """
 
     fields = frozenset(
-        {"conv_size", "memory_blocks", "memory_depth", "memory_expansion", "memory_activation", "chunk_size", "read"}
-        | {"use_momentum", "use_forgetting", "theta_scale", "titans_variant", "persistent_tokens"}
+        {"conv_size", "memory_blocks", "memory_policy", "memory_unlocks", "memory_depth", "memory_expansion", "memory_activation"}
+        | {"chunk_size", "read", "use_momentum", "use_forgetting", "theta_scale", "titans_variant", "persistent_tokens"}
     )
     writes_persistent: ClassVar[bool] = True
     """Whether the persistent tokens are written to the memory."""
@@ -192,7 +192,7 @@ class TitansMemory(Mixer):
     def init_memory(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> TitansMixerState:
         """The learned initial memory for every row, no momentum, an empty open chunk; with the persistent tokens written."""
         wide = torch.promote_types(dtype, torch.float32)
-        start = self._start(batch)
+        start = None if torch.device(device).type == "meta" else self._start(batch)  # shapes alone: nothing is written
         if start is None:
             conv = self.projection.init_state(batch, device, dtype)
             weights = tuple(w.to(wide).expand(batch, *w.shape) for w in self.initial)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from proteus_lm.mixers.attention import AttentionMixer, AttentionState, softmax_read
-from proteus_lm.mixers.base import map_state, mean_open
+from proteus_lm.mixers.base import mean_open
 from proteus_lm.mixers.combine import Combine
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize
 from proteus_lm.mixers.rotary import rotate, turn_at
 from proteus_lm.mixers.segment import Segment, Slots, Step, segments
+from proteus_lm.mixers.state import map_state
 from proteus_lm.mixers.titans import TitansMemory, TitansMixerState
 from proteus_lm.ops.memory_read import titans_read
 from proteus_lm.schedule import ActivationSchedule

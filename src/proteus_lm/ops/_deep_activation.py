@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,45 +10,56 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 _CUBIC = 0.044715
-_SCALE = math.sqrt(2 / math.pi)
+_SCALE = 2 * math.sqrt(2 / math.pi)
 
 
 class Pointwise(NamedTuple):
-    """A function f of pre-activations z, any shape.
+    """A function f of pre-activations z, any shape: f = z p, p = sigmoid u, u = z (scale + scale cubic z^2).
 
-    Args:
-        value: z -> f(z).
-        slope: (g, z) -> g f'(z), by which the memory learns; g broadcasts.
-        bend: (g, z) -> g f''(z), which the gradient of that gradient needs.
+    So gelu_tanh, as (1 + tanh t) / 2 = sigmoid 2t, and silu. One sigmoid gives value and derivatives.
     """
 
-    value: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor, Tensor], Tensor]
-    bend: Callable[[Tensor, Tensor], Tensor]
+    scale: float
+    cubic: float
+
+    def value(self, z: Tensor) -> Tensor:
+        """f(z)."""
+        return gelu(z, approximate="tanh") if self.cubic else silu(z)
+
+    def slope(self, g: Tensor, z: Tensor) -> Tensor:
+        """g f'(z), by which the memory learns; g broadcasts."""
+        if self.cubic:
+            return torch.ops.aten.gelu_backward(g, z, approximate="tanh")
+        return torch.ops.aten.silu_backward(g, z)
+
+    def bend(self, g: Tensor, z: Tensor) -> Tensor:
+        """g f''(z), which the gradient of that gradient needs."""
+        slope, bend = torch.empty_like(z), torch.empty_like(z)
+        self.expand(z.clone(), z.new_empty(2, *z.shape), torch.empty_like(z), slope, bend)
+        return bend.mul_(g)
+
+    def expand(self, z: Tensor, spare: Tensor, value: Tensor, slope: Tensor | None = None, bend: Tensor | None = None) -> None:
+        """Put f(z) into `value`, f'(z) into `slope` and f''(z) into `bend` where given (bend with slope only), in few passes over
+        memory and little of it: z is used up, and `spare`, of the shape of two z, is written over.
+
+            f' = p + p (1 - p) z u'
+            f'' = p (1 - p) (u' (4 + (1 - 2p) z u') - 2 scale),    as 2 u' + z u'' = 4 u' - 2 scale
+        """
+        rise = scale = z.new_full((), self.scale)
+        if self.cubic:
+            square = torch.mul(z, z, out=spare[0])
+            p = torch.add(scale, square, alpha=self.scale * self.cubic, out=spare[1]).mul_(z).sigmoid_()
+            rise = square if slope is None else torch.add(scale, square, alpha=3 * self.scale * self.cubic, out=square)
+        else:
+            p = torch.sigmoid(z, out=spare[1])
+        torch.mul(z, p, out=value)
+        if slope is None:
+            return
+        run = z.mul_(rise)
+        torch.ops.aten.sigmoid_backward.grad_input(run, p, grad_input=slope).add_(p)
+        if bend is not None:
+            torch.add(z.new_ones(()), p, alpha=-2, out=bend).mul_(run).add_(4).mul_(rise).sub_(2 * self.scale)
+            torch.ops.aten.sigmoid_backward.grad_input(bend, p, grad_input=bend)
 
 
-def _gelu_bend(g: Tensor, z: Tensor) -> Tensor:
-    """f = z (1 + t) / 2, t = tanh u, u = c (z + a z^3):  f'' = (1 - t^2) (c + 6 c a z^2 - z t u'^2)."""
-    square, c = z * z, z.new_full((), _SCALE)
-    t = torch.addcmul(z, square, z, value=_CUBIC).mul_(_SCALE).tanh_()
-    rise = torch.add(c, square, alpha=3 * _CUBIC * _SCALE)
-    bend = torch.add(c, square, alpha=6 * _CUBIC * _SCALE)
-    bend.addcmul_(rise.mul_(rise), t * z, value=-1)
-    return torch.ops.aten.tanh_backward(bend, t).mul_(g)
-
-
-def _silu_bend(g: Tensor, z: Tensor) -> Tensor:
-    """f = z s, s = sigmoid z:  f'' = s (1 - s) (2 + z (1 - 2 s))."""
-    s = z.sigmoid()
-    bend = s.mul(-2).add_(1).mul_(z).add_(2)
-    return torch.ops.aten.sigmoid_backward(bend, s).mul_(g)
-
-
-POINTWISE = {
-    "gelu_tanh": Pointwise(
-        lambda z: gelu(z, approximate="tanh"),
-        lambda g, z: torch.ops.aten.gelu_backward(g, z, approximate="tanh"),
-        _gelu_bend,
-    ),
-    "silu": Pointwise(silu, lambda g, z: torch.ops.aten.silu_backward(g, z), _silu_bend),
-}
+POINTWISE = {"gelu_tanh": Pointwise(_SCALE, _CUBIC), "silu": Pointwise(1.0, 0.0)}

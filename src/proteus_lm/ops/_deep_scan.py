@@ -7,18 +7,19 @@ is compiled again when only the position changes. Lists of tensors stand for str
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from proteus_lm.ops import _deep_chunk
+from proteus_lm.ops import _deep_block, _deep_mixed
 from proteus_lm.ops._deep_activation import POINTWISE
-from proteus_lm.ops._deep_chunk import Scales
-from proteus_lm.ops._deep_walk import Start, Step, Walk, Working
+from proteus_lm.ops._deep_block import Tape
+from proteus_lm.ops._deep_walk import GROUP, Block, Walk, Working
 
-GROUP = 8  # chunks between two saved states; the backward holds the states and write sides of so many at once
+KEPT = 1 << 28  # bytes of tape kept for the backward of one call; it works out again what lies behind them
 
 
 @torch.library.custom_op("proteus_lm::titans_scan", mutates_args=())
@@ -47,12 +48,12 @@ def titans_scan(
         active: int64 (B or 1, T), open coordinates at each token.  open_active: int64 (N, chunk), at each open row.
         offset: int64 (N or 1), position of each row's first token.  position: int64 (N), what it must be, where known.
         cu_seqlens: int (N + 1), where B = 1 row holds N documents.
-        save: keep every 8th state for the backward.
-        static: give those their largest shape, as compilation wants, rather than that of the open width.
+        save: keep for the backward the tapes of the first groups of chunks, up to `KEPT` bytes, and the others' start states.
+        static: keep no tapes, and give the states' tensors their largest shape, as compilation wants, rather than that in use.
 
     Returns:
-        y (B, T, H, Dv) in the type of v; weights and momentum (N, H, in, out) at each row's last boundary; with `save`, one flat
-        tensor of saved states for each of these.
+        y (B, T, H, Dv) in the type of v; weights and momentum (N, H, in, out) at each row's last boundary; with `save`, for each
+        layer one flat tensor of saved states; then the tapes, if any, and what was made of the gates.
 
     Raises:
         ValueError: for boundaries that do not fit the tokens, or an offset that is not the position.
@@ -60,25 +61,25 @@ def titans_scan(
     check_position(offset, position)
     with torch.autocast(tokens[0].device.type, enabled=False):
         act = POINTWISE[memory_activation]
-        walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=False)
-        depth, y = len(weights), torch.empty_like(walk.v)
-        states = Working(walk, walk.to_walk([*weights, *momentum]))
-        saved: list[Tensor] = []
-        if save:
-            most = _most_saved(tokens[0], weights, chunk)
-            exact = [sum(map(prod, layer)) for layer in zip(*_saved_shapes(walk).values())] or [0] * (2 * depth)
-            saved = [y.new_empty(most * t[0].numel() if static else n) for t, n in zip([*weights, *momentum], exact)]
-        slices = _saved_parts(walk, saved)
-        for number, step in enumerate(walk.steps):
-            units, state = walk.units(step), states.part(step)
-            for target, source in zip(slices.get(number, []), state):
+        walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=save)
+        y, groups = torch.empty_like(walk.v), walk.groups()
+        kept = _kept(walk, groups, KEPT if save and not static else 0)
+        working = Working(walk, walk.pairs([*weights, *momentum]))
+        saved, tapes = _saved(walk, groups, kept, _most_saved(tokens[0], weights, chunk) if static else None, save), []
+        slices = _saved_parts(walk, groups, kept, saved)
+        for number, group in enumerate(groups):
+            for target, source in zip(slices.get(number, []), working.take(group[0])):
                 target.copy_(source)
-            start = walk.start(step, state)
-            y[units], _ = _deep_chunk.read(
-                walk.q[units], start.state[:depth], start.state[depth:], start.written, start.scales, act, keep=False
-            )
-            walk.end(step, start, state)
-        return [walk.layout.scatter(y, tokens[2])[0], *walk.from_walk(states.whole()), *saved]
+            for block in group:
+                y[block.units], tape = _forward(walk, block, working, keep=number < kept)
+                tapes += tape if number < kept else []
+        return [
+            walk.layout.scatter(y, tokens[2])[0],
+            *walk.states(working.whole()),
+            *saved,
+            *tapes,
+            *(walk.gates.made if kept else []),
+        ]
 
 
 @torch.library.custom_op("proteus_lm::titans_scan_backward", mutates_args=())
@@ -99,63 +100,89 @@ def titans_scan_backward(
 ) -> list[Tensor]:
     """Gradients to `tokens`, `open_rows`, `weights` and `momentum`, in this order, from those to y and to the state at the end.
 
-    Chunks are walked backwards in groups: from the state saved at a group's start its states and write sides are worked out again.
+    Chunks are walked backwards in groups. The tape of a group that was not kept is worked out again from the state saved at its start.
     """
     with torch.autocast(tokens[0].device.type, enabled=False):
-        act = POINTWISE[memory_activation]
-        walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=True)
+        act, tapes = POINTWISE[memory_activation], list(saved[len(weights) :])
+        tapes, made = tapes[:-2], tapes[-2:]
+        walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=True, made=made)
+        walk.gates.begin_backward()
         earlier = None if not open_rows else open_rows[1]
         grad_y = walk.layout.gather(grads[0], None if earlier is None else torch.zeros_like(earlier), walk.dtype)
-        to_states = Working(walk, walk.to_walk(grads[1:]))
-        to_rows = [torch.zeros_like(t) for t in (walk.q, walk.k, walk.v)]
-        slices = _saved_parts(walk, saved)
-        initial = walk.to_walk([*weights, *momentum])
-        for first in reversed(range(0, len(walk.steps), GROUP)):
-            steps = walk.steps[first : first + GROUP]
-            for step, start in reversed(list(zip(steps, _group(walk, steps, initial, slices.get(first))))):
-                _step_backward(walk, step, start, grad_y, to_states.part(step), to_rows)
+        working = Working(walk, walk.pairs(grads[1:]))
+        blank = torch.zeros_like if len(weights) == 1 else torch.empty_like  # one layer takes in open coordinates only
+        to_rows = [blank(t) for t in (walk.q, walk.k, walk.v)]
+        groups = walk.groups()
+        kept = _kept(walk, groups, KEPT if tapes else 0)
+        initial, slices = walk.pairs([*weights, *momentum]), _saved_parts(walk, groups, kept, saved)
+        for number, group in reversed(list(enumerate(groups))):
+            again = [] if number < kept else _again(walk, group, initial, slices.get(number))
+            for block in reversed(group):
+                tape = _take_tape(block, tapes, len(weights)) if number < kept else again.pop()
+                _backward(walk, block, tape, grad_y[block.units], working, to_rows)
         slots = [*to_rows, *walk.gates.backward()]
         spread = [walk.layout.scatter(s, t, e) for s, t, e in zip(slots, tokens, [None, *open_rows] if open_rows else [None] * 6)]
-        return [*(s[0] for s in spread), *(s[1] for s in spread if s[1] is not None), *walk.from_walk(to_states.whole())]
+        return [*(s[0] for s in spread), *(s[1] for s in spread if s[1] is not None), *walk.states(working.whole())]
 
 
-def _group(walk: Walk, steps: list[Step], initial: list[Tensor], saved: list[Tensor] | None) -> list[Start]:
-    """The starts of a group's chunks. What was locked at the group's start still holds its initial values."""
-    starts, states = [], Working(walk, [t.clone() for t in initial])
-    for target, source in zip(states.part(steps[0]), saved or []):
-        target.copy_(source)
-    for step in steps:
-        state = [t.clone() for t in states.part(step)]
-        starts.append(walk.start(step, state))
-        if step is not steps[-1]:
-            walk.end(step, starts[-1], states.part(step))
-    return starts
+def _forward(walk: Walk, block: Block, working: Working, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
+    """y (V, b, Dv) of a block, and its tape; brings the working state to the block's end."""
+    start, units = working.take(block), block.units
+    if block.mixed:
+        y, end = _deep_mixed.forward(walk, block, start)
+        tape = start
+    else:
+        scales = walk.gates.block_scales(units, block.ended, walk.room)
+        y, end, made = _deep_block.forward(
+            walk.q[units], walk.k[units], walk.v[units], start, scales, walk.act, walk.room, keep=keep
+        )
+        tape = [t for part in made for t in part]
+    working.put(end)
+    return y, tape
 
 
-def _step_backward(walk: Walk, step: Step, start: Start, grad_y: Tensor, to_state: list[Tensor], to_rows: list[Tensor]) -> None:
-    units, depth = walk.units(step), len(walk.places)
-    weights, momentum = start.state[:depth], start.state[depth:]
-    full, scales = step.span.full * walk.heads, start.scales
-    if 0 < full < units.stop - units.start:
-        scales = _held(scales, full)
-    _, reading = _deep_chunk.read(walk.q[units], weights, momentum, start.written, scales, walk.act, keep=True)
-    out = _deep_chunk.backward(
-        *(grad_y[units], to_state[:depth], to_state[depth:], weights, momentum, start.written, reading, scales, walk.act),
-        advanced=full > 0,
-    )
+def _backward(walk: Walk, block: Block, tape: Sequence[Tensor], grad: Tensor, working: Working, to_rows: Sequence[Tensor]) -> None:
+    """Adjoint of `_forward`: brings the gradient to the state from the block's end to its start, fills the block's part of those to
+    q, k and v, and has the gates collect theirs."""
+    units, to_pairs = block.units, working.take(block)
+    if block.mixed:
+        out, to_pairs = _deep_mixed.backward(walk, block, tape, grad, to_pairs)
+    else:
+        scales = walk.gates.block_scales(units, block.ended, walk.room)
+        totals = walk.gates.block_totals(units, walk.room)
+        out = _deep_block.backward(grad, to_pairs, walk.q[units], walk.k[units], Tape.of(tape), scales, totals, walk.room)
+        walk.gates.collect_block(totals, units, block.ended)
+        to_pairs = out.pairs
+    working.put(to_pairs)
     for target, rows in zip(to_rows, (out.q, out.k, out.v)):
         target[units, :, : rows.shape[-1]] = rows
-    for total in out.scales[3:8]:
-        total[full:] = 0
-    walk.gates.collect(out.scales, units, start.opens)
 
 
-def _held(scales: Scales, full: int) -> Scales:
-    """The same scales, with rows from `full` on leaving the chunk as they entered it."""
-    ends = [t.clone() for t in scales[3:8]]
-    for end, still in zip(ends, (1, 0, 1, 0, 0)):
-        end[full:] = still
-    return Scales._make([*scales[:3], *ends, scales.mask])
+def _again(walk: Walk, group: list[Block], initial: list[Tensor], saved: list[Tensor] | None) -> list[list[Tensor]]:
+    """The tapes of a group's blocks. What was locked at the group's start still holds its initial values."""
+    working = Working(walk, [t.clone() for t in initial])
+    if saved is not None:
+        working.take(group[0])
+        working.put(saved)
+    return [_forward(walk, block, working, keep=True)[1] for block in group]
+
+
+def _kept(walk: Walk, groups: list[list[Block]], limit: int) -> int:
+    """How many groups, from the first, have tapes that fit into so many bytes."""
+    total = 0
+    for number, group in enumerate(groups):
+        total += walk.tape_bytes(group)
+        if total > limit:
+            return number
+    return len(groups)
+
+
+def _take_tape(block: Block, tapes: list[Tensor], depth: int) -> list[Tensor]:
+    """The last tape, which is that of the block."""
+    count = depth if block.mixed else Tape.count(depth)
+    taken = tapes[-count:]
+    del tapes[-count:]
+    return taken
 
 
 def _most_saved(q: Tensor, weights: list[Tensor], chunk: int) -> int:
@@ -163,20 +190,27 @@ def _most_saved(q: Tensor, weights: list[Tensor], chunk: int) -> int:
     return (q.shape[0] * q.shape[1] + weights[0].shape[0] * (chunk - 1)) // (chunk * GROUP)
 
 
-def _saved_shapes(walk: Walk) -> dict[int, list[tuple[int, int, int]]]:
-    """The states to save, by the number of the chunk they are the start of: shape of each layer's weights, then momentum."""
-    shapes = {}
-    for number in range(GROUP, len(walk.steps), GROUP):
-        span, width, _ = walk.steps[number]
-        rows = (span.stop - span.start) * walk.heads
-        shapes[number] = [(rows, *shape) for shape in walk.shape_at(width)] * 2
-    return shapes
+def _saved_shapes(walk: Walk, groups: list[list[Block]], kept: int) -> dict[int, list[tuple[int, ...]]]:
+    """The states to save, by the number of the group they are the start of: the shape of each layer's pair."""
+    starts = {number: group[0] for number, group in enumerate(groups) if number and number >= kept}
+    return {number: [(first.rows, 2, *shape) for shape in walk.shapes(first.width)] for number, first in starts.items()}
 
 
-def _saved_parts(walk: Walk, saved: list[Tensor]) -> dict[int, list[Tensor]]:
+def _saved(walk: Walk, groups: list[list[Block]], kept: int, most: int | None, save: bool) -> list[Tensor]:
+    """Flat tensors for the saved states of each layer: of the size in use, or for `most` rows' states at their largest."""
+    if not save:
+        return []
+    depth = len(walk.places)
+    sizes = [sum(map(prod, layer)) for layer in zip(*_saved_shapes(walk, groups, kept).values())] or [0] * depth
+    if most is not None:
+        sizes = [2 * most * walk.heads * prod(shape) for shape in walk.shapes(walk.dim)]
+    return [walk.v.new_empty(size) for size in sizes]
+
+
+def _saved_parts(walk: Walk, groups: list[list[Block]], kept: int, saved: list[Tensor]) -> dict[int, list[Tensor]]:
     """The saved states as views into their flat tensors."""
-    shapes = _saved_shapes(walk) if saved else {}
-    used, parts = [0] * len(saved), {}
+    shapes = _saved_shapes(walk, groups, kept) if saved else {}
+    used, parts = [0] * len(walk.places), {}
     for number, layers in shapes.items():
         parts[number] = [flat[u : u + prod(shape)].view(shape) for flat, u, shape in zip(saved, used, layers)]
         used = [u + prod(shape) for u, shape in zip(used, layers)]
@@ -202,7 +236,7 @@ def _(*inputs: Any) -> list[Tensor]:
     tokens, _, weights, momentum, *_, chunk, _, _, save, _ = inputs
     state = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*weights, *momentum)]
     most = _most_saved(tokens[0], weights, chunk)
-    saved = [t.new_empty(most * t[0].numel()) for t in (*weights, *momentum)] if save else []
+    saved = [t.new_empty(2 * most * t[0].numel()) for t in weights] if save else []
     return [torch.empty_like(tokens[2], memory_format=torch.contiguous_format), *state, *saved]
 
 

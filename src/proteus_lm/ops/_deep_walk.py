@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from proteus_lm.ops._deep_activation import Pointwise
-from proteus_lm.ops._deep_chunk import Scales, Written, advance, cut, entries, opening, places, write
+from proteus_lm.ops._deep_block import Room, tape_size
+from proteus_lm.ops._deep_chunk import opening, places
 from proteus_lm.ops._deep_gates import Gates
 from proteus_lm.ops._deep_layout import Layout, Span
 from proteus_lm.ops.rows import Rows
+
+GROUP = 8  # chunks between two states that are saved where a group's tape is not
+BLOCK = 1 << 17  # most numbers in a (V, b, w) tensor of a block of several chunks, so that it stays in a processor's cache
 
 
 class Step(NamedTuple):
@@ -23,27 +28,30 @@ class Step(NamedTuple):
     mixed: bool
 
 
-class Start(NamedTuple):
-    """What a chunk is worked out from.
+class Block(NamedTuple):
+    """Chunks that are worked on together: one that is mixed, or several of the same rows and width that are not.
 
     Args:
-        state: weights, then momentum, (U, in, out) at the open width; in a mixed chunk a copy in which entries that stay locked are
-            blank, lest they hold NaN.
-        scales, written: see `_deep_chunk`.
-        opens: int64 (U, w), slot at which each coordinate opens; None where all are open throughout.
+        units: of all its chunks, times heads.  rows: units of each chunk.  advanced: of the last, those that fill it.
     """
 
-    state: list[Tensor]
-    scales: Scales
-    written: Written
-    opens: Tensor | None
+    units: slice
+    rows: int
+    advanced: int
+    width: int
+    mixed: bool
+
+    @property
+    def ended(self) -> int:
+        """Its units, from the first, that fill their chunk."""
+        return self.units.stop - self.units.start - self.rows + self.advanced
 
 
 class Walk:
     """Tokens in their slots, gates, and the plan. Arguments as for `_deep_scan.titans_scan`.
 
     Args:
-        keep: prepare the gates for their backward.
+        keep: keep of the gates what their backward needs.  made: that, where it need not be worked out again.
 
     Raises:
         ValueError: for boundaries that do not fit the tokens.
@@ -63,6 +71,7 @@ class Walk:
         act: Pointwise,
         *,
         keep: bool,
+        made: Sequence[Tensor] = (),
     ) -> None:
         q, rows = tokens[0], weights[0].shape[0]
         self.heads, self.dtype, self.act = q.shape[2], weights[0].dtype, act
@@ -76,12 +85,18 @@ class Walk:
         earlier = [torch.zeros_like(open_rows[0]), *open_rows] if open_rows else [None] * len(tokens)
         slots = [self.layout.gather(t, e, self.dtype) for t, e in zip(tokens, earlier)]
         self.q, self.k, self.v = slots[:3]
+        self.room = Room(self.q)
         theta, alpha, eta = slots[3:]
         valid = self.layout.valid.repeat_interleave(self.heads, 0)
-        self.gates = Gates(theta, alpha, eta, valid, read=read, keep=keep)
+        self.gates = Gates(theta, alpha, eta, valid, read=read, keep=keep, made=made)
         everywhere = active.to(q.device).expand(q.shape[:2])[..., None]
         self._active = self.layout.gather(everywhere, None if open_active is None else open_active[..., None], torch.int64)
         self.steps = self._plan()
+
+    def opening(self, block: Block) -> tuple[Tensor, Tensor]:
+        """For a mixed chunk's units, `_deep_chunk.opening`."""
+        both = opening(self._active[block.units.start // self.heads : block.units.stop // self.heads], block.width)
+        return both[0].repeat_interleave(self.heads, 0), both[1].repeat_interleave(self.heads, 0)
 
     def _plan(self) -> list[Step]:
         """Open widths, by one transfer to the host."""
@@ -91,86 +106,92 @@ class Walk:
         widths = [(min(lows[s.start : s.stop]), max(highs[s.start : s.stop])) for s in spans]
         return [Step(span, high, low != high) for span, (low, high) in zip(spans, widths)]
 
-    def shape_at(self, width: int) -> list[tuple[int, int]]:
-        """(in, out) of each layer at an open width."""
-        shapes = [(w.shape[-2], w.shape[-1]) for w in self._weights]
-        return [(i if p == "first" else width, o if p == "last" else width) for p, (i, o) in zip(self.places, shapes)]
+    def groups(self) -> list[list[Block]]:
+        """The chunks in groups of 8, each in blocks."""
+        groups = []
+        for first in range(0, len(self.steps), GROUP):
+            blocks: list[Block] = []
+            for step in self.steps[first : first + GROUP]:
+                start, stop, full = step.span.start * self.heads, step.span.stop * self.heads, step.span.full * self.heads
+                block = Block(slice(start, stop), stop - start, full, step.width, step.mixed)
+                if blocks and self._joined(blocks[-1], block):
+                    block = block._replace(units=slice(blocks.pop().units.start, stop))
+                blocks.append(block)
+            groups.append(blocks)
+        return groups
 
-    def units(self, step: Step) -> slice:
-        """The units (times heads) of a chunk."""
-        return slice(step.span.start * self.heads, step.span.stop * self.heads)
+    def _joined(self, before: Block, block: Block) -> bool:
+        """Whether a chunk may go together with those before it."""
+        alike = before.rows == before.advanced == block.rows and before.width == block.width
+        numbers = (block.units.stop - before.units.start) * self.layout.slots * max(block.width, *self.q.shape[1:])
+        return alike and not (before.mixed or block.mixed) and numbers <= BLOCK
 
-    def to_walk(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """States (N, H, in, out) as new tensors (N * H, in, out) in the order of the layout."""
-        order = torch.tensor(self.layout.order, device=self.q.device)
-        return [t.index_select(0, order).flatten(0, 1) for t in states]
+    def shapes(self, width: int) -> list[tuple[int, int]]:
+        """(n, w) of each layer's pair at an open width."""
+        sides = [w.shape[-1] if p == "last" else w.shape[-2] for p, w in zip(self.places, self._weights)]
+        return [(width if p == "inner" else n, width) for p, n in zip(self.places, sides)]
 
-    def from_walk(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse of `to_walk`."""
+    def tape_bytes(self, blocks: Sequence[Block]) -> int:
+        """Bytes of a group's tape."""
+        size = 0
+        for block in blocks:
+            units, shapes = block.units.stop - block.units.start, self.shapes(block.width)
+            size += 2 * units * sum(map(prod, shapes)) if block.mixed else tape_size(units, self.layout.slots, shapes)
+        return size * self.q.element_size()
+
+    def pairs(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Weights, then momentum, (N, H, in, out), as new pairs (N * H, 2, n, w) in the order of the layout."""
+        order, depth = torch.tensor(self.layout.order, device=self.q.device), len(self.places)
+        ordered = [t.index_select(0, order).flatten(0, 1) for t in states]
+        return [torch.stack([turned(t, p) for t in pair], 1) for p, *pair in zip(self.places, ordered[:depth], ordered[depth:])]
+
+    def states(self, pairs: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse of `pairs`."""
         back = torch.tensor(self.layout.order, device=self.q.device).argsort()
-        return [t.unflatten(0, (-1, self.heads)).index_select(0, back) for t in states]
-
-    def start(self, step: Step, state: list[Tensor]) -> Start:
-        """Scales and write side of a chunk, from the state at its start."""
-        units, opens, mask = self.units(step), None, None
-        if step.mixed:
-            both = opening(self._active[step.span.start : step.span.stop], step.width)
-            opens, mask = (t.repeat_interleave(self.heads, 0) for t in both)
-            state = self._choose(opens, state, [t.new_zeros(()) for t in state])
-        written = write(self.k[units], self.v[units], state[: len(self.places)], self.act, mask)
-        return Start(state, self.gates.scales(units, opens, mask), written, opens)
-
-    def end(self, step: Step, start: Start, state: list[Tensor]) -> None:
-        """Bring `state`, of the rows and width of a chunk, from the chunk's start to its end, in place.
-
-        Rows that do not fill the chunk, and locked entries, are left as they are.
-        """
-        rows, depth = step.span.full * self.heads, len(self.places)
-        if not rows:
-            return
-        state, written = [t[:rows] for t in state], Written._make([t[:rows] for t in part] for part in start.written)
-        scales = Scales._make(None if t is None else t[:rows] for t in start.scales)
-        if start.opens is None:
-            advance(state[:depth], state[depth:], written, scales)
-            return
-        new = [t[:rows].clone() for t in start.state]
-        advance(new[:depth], new[depth:], written, scales)
-        for old, chosen in zip(state, self._choose(start.opens[:rows], new, state)):
-            old.copy_(chosen)
-
-    def part(self, step: Step, states: Sequence[Tensor]) -> list[Tensor]:
-        """The rows and the width of a chunk, as views of states (N * H, in, out) of all rows."""
-        units = self.units(step)
-        return [cut(t[: units.stop - units.start], p, step.width) for t, p in zip(states, [*self.places, *self.places])]
-
-    def _choose(self, opens: Tensor, opened: Sequence[Tensor], locked: Sequence[Tensor]) -> list[Tensor]:
-        """`opened` at the entries that open in this chunk or before (all their coordinates do), `locked` at the others."""
-        inside, layers = opens < self.layout.slots, [*self.places, *self.places]
-        return [torch.where(entries(inside, place), a, b) for place, a, b in zip(layers, opened, locked)]
+        rows = [turned(pair[:, half], p).unflatten(0, (-1, self.heads)) for half in (0, 1) for p, pair in zip(self.places, pairs)]
+        return [t.index_select(0, back).contiguous() for t in rows]
 
 
 class Working:
-    """States (N * H, in, out) of all rows, of which a walk changes the rows and the open width of one chunk at a time, in place.
+    """Pairs (N * H, 2, n, w) of all rows, of which a walk changes the rows and the open width of one block at a time.
 
-    While chunks work on the same part it is a contiguous copy: a product into a strided view would run matrix by matrix.
+    While blocks work on the same part it is a tensor of its own: a product into a strided view would run matrix by matrix.
     """
 
-    def __init__(self, walk: Walk, states: Sequence[Tensor]) -> None:
-        self._walk, self._states = walk, list(states)
-        self._views: list[Tensor] = []
+    def __init__(self, walk: Walk, pairs: Sequence[Tensor]) -> None:
+        self._places, self._pairs = walk.places, list(pairs)
+        self._at = (0, 0)
         self._part: list[Tensor] = []
 
-    def part(self, step: Step) -> list[Tensor]:
-        """What a chunk works on. Valid until another part is asked for."""
-        views = self._walk.part(step, self._states)
-        if not self._views or views[0].shape != self._views[0].shape:
-            self.whole()
-            self._views, self._part = views, [v.contiguous() for v in views]
+    def take(self, block: Block) -> list[Tensor]:
+        """What a block works on, not to be changed in place."""
+        at = block.rows, block.width
+        if at != self._at:
+            whole = self.whole()
+            self._at = at
+            parts = zip(self._views(), whole)
+            self._part = [p if v.shape == p.shape else v.clone(memory_format=torch.contiguous_format) for v, p in parts]
         return self._part
 
+    def put(self, part: Sequence[Tensor]) -> None:
+        """The new values of what was taken."""
+        self._part = list(part)
+
     def whole(self) -> list[Tensor]:
-        """The states, with all changes."""
-        for view, part in zip(self._views, self._part):
-            if part is not view:
+        """The pairs, with all changes."""
+        for layer, (view, part) in enumerate(zip(self._views(), self._part)):
+            if view.shape == self._pairs[layer].shape:
+                self._pairs[layer] = part
+            else:
                 view.copy_(part)
-        return self._states
+        return self._pairs
+
+    def _views(self) -> list[Tensor]:
+        rows, width = self._at
+        cuts = [pair[:rows, ..., :width] for pair in self._pairs]
+        return [cut[:, :, :width] if place == "inner" else cut for place, cut in zip(self._places, cuts)]
+
+
+def turned(state: Tensor, place: str) -> Tensor:
+    """(.., in, out) with hidden units last, and back."""
+    return state.mT if place == "last" else state

@@ -28,6 +28,7 @@ WHOLE = {"reference": reference, "triton": triton}
 TILES = {"cpu": 32}
 OTHER_TILES = 64
 AXES = ("key", "value")
+READS = ("post", "pre")
 
 State = Tensor | SWLAState
 
@@ -38,6 +39,7 @@ def run(
     activation: Activation | None,
     axis: str,
     scale: float | None,
+    read: str,
     initial_state: State | None,
     cu_seqlens: Tensor | None,
     output_final_state: bool,
@@ -56,11 +58,14 @@ def run(
         ValueError, TypeError: for arguments that do not fit each other; see `check`.
     """
     tensors = dict(zip(ARGUMENTS[operation], values))
+    check_choice("read", read, READS)
     check(operation, tensors, activation, axis, initial_state, cu_seqlens)
-    chosen = choose(operation, backend, *values)
+    refused = {"triton": "its kernels have no read 'pre'"} if read == "pre" else None
+    chosen = choose(operation, backend, *values, refused=refused)
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if chosen in WHOLE:
+        more = {"read": read} if chosen == "reference" else {}  # the kernels have one read
         return getattr(WHOLE[chosen], operation)(
             *values,
             activation=activation,
@@ -69,6 +74,7 @@ def run(
             initial_state=initial_state,
             cu_seqlens=cu_seqlens,
             output_final_state=output_final_state,
+            **more,
         )
     window = tensors["gamma"].shape[-1] - 1 if operation == "swla" else 0
     state = _initial(initial_state, tensors, window, cu_seqlens)
@@ -76,9 +82,8 @@ def run(
     named = {"g": torch.zeros_like(tensors["beta"])} if operation == "delta_rule" else {}
     named |= tensors | {"state": state.matrix, "window_k": state.keys, "window_v": state.values}
     inputs = [named[name] for name in INPUTS[rule]]
-    out, matrix = linear_chunk(
-        inputs, _active(activation), cu_seqlens, rule, axis == "key", scale, TILES.get(q.device.type, OTHER_TILES)
-    )
+    size = TILES.get(q.device.type, OTHER_TILES)
+    out, matrix = linear_chunk(inputs, _active(activation), cu_seqlens, rule, axis == "key", read == "pre", scale, size)
     if not output_final_state:
         return out, None
     if operation != "swla":
@@ -118,6 +123,12 @@ def _tail(window: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.where((missing > 0)[..., None, None], older, x[0][at.clamp(min=0)])
 
 
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
 def check(
     operation: str,
     tensors: dict[str, Tensor],
@@ -132,8 +143,7 @@ def check(
         ValueError: for shapes, devices, an axis, boundaries or an activation that do not fit.
         TypeError: for tensors that are not floating, or a state of another rule.
     """
-    if axis not in AXES:
-        raise ValueError(f"axis is {axis!r}; it must be one of {', '.join(AXES)}")
+    check_choice("axis", axis, AXES)
     q, v = tensors["q"], tensors["v"]
     for name, x in (("q", q), ("v", v)):
         if x.dim() != 4 or 0 in x.shape:

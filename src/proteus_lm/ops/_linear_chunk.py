@@ -7,9 +7,9 @@ In a tile of C tokens with state S before it, G the running sum of log decays in
 Hebbian rules write X = V with R[t, i] = e^{G_t - G_i} (retention). With a window of c weights R[t, i] is the sum over write times
 i + j in the tile of e^{G_t - G_{i+j}} gamma_{i+j, j}, and i runs from c - 1 tokens before the tile. Delta rules write
 X = (I + A)^{-1} beta (V - e^{G'} P S) with A = tril(beta P K^T * e^{G'_t - G_i}, -1); G' is G for an error against the decayed
-state, else G of the token before. All but the recurrence over S is done for the tiles of a group in one batch. Only differences of
-G are exponentiated, with what is not causal left out before; G is summed in fp64, so that a strong decay early in a tile costs
-later ones no digits.
+state, else G of the token before. A read before the write (`pre`) takes e^G and R of the token before, 1 and 0 at the first. All
+but the recurrence over S is done for the tiles of a group in one batch. Only differences of G are exponentiated, with what is not
+causal left out before; G is summed in fp64, so that a strong decay early in a tile costs later ones no digits.
 """
 
 from __future__ import annotations
@@ -39,10 +39,23 @@ class Tiles(NamedTuple):
     gamma: Tensor | None = None
 
 
-class Hebbian:
-    """Rules that write their values as they are: retention and sliding-window linear attention."""
+def _later(x: Tensor, first: float) -> Tensor:
+    """x (M, C, ...) of the token before at each token, `first` at the first."""
+    return torch.cat((torch.full_like(x[:, :1], first), x[:, :-1]), 1)
 
-    def __init__(self, tiles: Tiles) -> None:
+
+def _sooner(x: Tensor) -> Tensor:
+    """The gradient of `_later`: x (M, C, ...) of the token behind at each token, 0 at the last."""
+    return torch.cat((x[:, 1:], torch.zeros_like(x[:, :1])), 1)
+
+
+class Hebbian:
+    """Rules that write their values as they are: retention and sliding-window linear attention.
+
+    `pre`: a token reads the state before its own write.
+    """
+
+    def __init__(self, tiles: Tiles, pre: bool) -> None:
         self.count, self.matrices, self.length = tiles.g.shape
         self.q, self.k, self.v = (x.flatten(0, 1) for x in (tiles.q, tiles.k, tiles.v))
         self.gamma = None if tiles.gamma is None else tiles.gamma.flatten(0, 1)
@@ -50,6 +63,9 @@ class Hebbian:
         self.decay = (total[:, :, None] - total[:, None, :]).to(tiles.g.dtype).tril_().exp_().tril_()  # e^{G_t - G_j}
         self.since = total.exp().to(tiles.g.dtype)  # e^{G_t}, from before the tile
         self.left = self._left()
+        self.pre = pre
+        self.read_left = _later(self.left, 0.0) if pre else self.left  # what a read at t finds
+        self.read_since = _later(self.since, 1.0) if pre else self.since
         self.kept = self.k * self.left[:, -1, :, None]
         self.written = self.v
 
@@ -59,11 +75,11 @@ class Hebbian:
 
     @cached_property
     def scores(self) -> Tensor:
-        return (self.q @ self.k.mT).mul_(self.left) if self.gamma is None else self.product * self.left
+        return (self.q @ self.k.mT).mul_(self.read_left) if self.gamma is None else self.product * self.read_left
 
     @cached_property
     def reading(self) -> Tensor:
-        return self.q * self.since[..., None]
+        return self.q * self.read_since[..., None]
 
     def _left(self) -> Tensor:
         if self.gamma is None:
@@ -113,10 +129,10 @@ class Hebbian:
         d_kept = self.written @ after.mT
         d_reading = d_out @ before.mT
         d_left, d_gamma = self._backward_left(d_scores, d_kept)  # with respect to G_t - G_j
-        d_product = d_scores.mul_(self.left)
-        d_q = (d_reading * self.since[..., None]).baddbmm_(d_product, self.k)
+        d_product = d_scores.mul_(self.read_left)
+        d_q = (d_reading * self.read_since[..., None]).baddbmm_(d_product, self.k)
         d_k = (d_kept * self.left[:, -1, :, None]).baddbmm_(d_product.mT, self.q)
-        d_total = d_reading.mul_(self.reading).sum(-1)
+        d_total = self._of_reads(d_reading.mul_(self.reading).sum(-1))
         d_total[:, -1] += (before * after).sum((-1, -2)) * self.since[:, -1]
         grads = Tiles(d_q, d_k, d_written, d_total, gamma=d_gamma)
         grads = self._backward_rule(grads, d_left, before)
@@ -130,12 +146,16 @@ class Hebbian:
             torch.addcmul(read, after, left, out=before)
         d_written.baddbmm_(self.kept, d_states[1:].flatten(0, 1))
 
+    def _of_reads(self, x: Tensor) -> Tensor:
+        """Gradients of what reads found (M, C, ...), at the token whose write it was behind."""
+        return _sooner(x) if self.pre else x
+
     def _backward_left(self, d_scores: Tensor, d_kept: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.gamma is None:
-            d_left = d_scores * self.scores
+            d_left = self._of_reads(d_scores * self.scores)
             d_left[:, -1] += (d_kept * self.kept).sum(-1)
             return d_left, None
-        d_left = d_scores * self.product
+        d_left = self._of_reads(d_scores * self.product)
         d_left[:, -1] += (d_kept * self.k).sum(-1)
         window = self.gamma.shape[-1]
         d_difference, d_gamma = torch.zeros_like(self.decay), torch.empty_like(self.gamma)
@@ -152,12 +172,12 @@ class Hebbian:
 class Delta(Hebbian):
     """Rules that write the error of a read: the delta rule, its gated form (`decayed`) and Comba."""
 
-    def __init__(self, tiles: Tiles, decayed: bool) -> None:
-        super().__init__(tiles)
+    def __init__(self, tiles: Tiles, pre: bool, decayed: bool) -> None:
+        super().__init__(tiles, pre)
         assert tiles.beta is not None
         self.beta, self.decayed = tiles.beta.flatten(0, 1), decayed
         self.p = self.k if tiles.p is None else tiles.p.flatten(0, 1)
-        self.error_since = self.since if decayed else torch.nn.functional.pad(self.since[:, :-1], (1, 0), value=1.0)
+        self.error_since = self.since if decayed else _later(self.since, 1.0)
         self.overlap = self._decay_errors(self.p @ self.k.mT)  # A without beta
         identity = torch.eye(self.length, dtype=self.q.dtype, device=self.q.device).expand_as(self.overlap)
         system = self.overlap * self.beta[..., None]

@@ -36,6 +36,7 @@ class _Rows(NamedTuple):
     tensors: dict[str, Tensor]
     lead: int
     key_axis: bool
+    pre: bool
     scale: float
     dtype: torch.dtype
 
@@ -65,11 +66,11 @@ class _Rows(NamedTuple):
     def form(self, group: Group) -> Hebbian:
         """The chunk form of the rule for a group."""
         if "beta" in self.tensors:
-            return Delta(self.tiles(group), decayed=self.rule == "gated_delta_rule")
-        return Hebbian(self.tiles(group))
+            return Delta(self.tiles(group), self.pre, decayed=self.rule == "gated_delta_rule")
+        return Hebbian(self.tiles(group), self.pre)
 
 
-def _rows(layout: Layout, tensors: Sequence[Tensor], rule: str, key_axis: bool, scale: float) -> _Rows:
+def _rows(layout: Layout, tensors: Sequence[Tensor], rule: str, key_axis: bool, pre: bool, scale: float) -> _Rows:
     dtype = compute_dtype(*tensors)
     named = dict(zip(INPUTS[rule], tensors))
     rows = {n: x if n in ("state", "window_k", "window_v") else layout.rows(x) for n, x in named.items()}
@@ -79,7 +80,7 @@ def _rows(layout: Layout, tensors: Sequence[Tensor], rule: str, key_axis: bool, 
         for name in ("k", "v"):
             window = rows.pop(f"window_{name}")
             rows[name] = torch.cat((window.to(dtype), rows[name].to(dtype)), 1)
-    return _Rows(rule, rows, lead, key_axis, scale, dtype)
+    return _Rows(rule, rows, lead, key_axis, pre, scale, dtype)
 
 
 def _layout(tensors: Sequence[Tensor], active: Tensor | None, cu_seqlens: Tensor | None, key_axis: bool, size: int) -> Layout:
@@ -116,6 +117,7 @@ def linear_chunk(
     cu_seqlens: Tensor | None,
     rule: str,
     key_axis: bool,
+    pre: bool,
     scale: float,
     size: int,
 ) -> tuple[Tensor, Tensor]:
@@ -125,6 +127,7 @@ def linear_chunk(
         tensors: those that `INPUTS` names for the rule; state (N, H, K, V), window_k and window_v (N, c - 1, H, K or V).
         active: int (1, T) or (B, T), open coordinates at each token; None: all.
         cu_seqlens: (N + 1,) with B = 1, or None.
+        pre: read the state before the token's own write.
         size: tokens in a tile, at most.
 
     Returns:
@@ -133,7 +136,7 @@ def linear_chunk(
     v = tensors[3]
     layout = _layout(tensors, active, cu_seqlens, key_axis, size)
     with torch.autocast(v.device.type, enabled=False):
-        call = _rows(layout, tensors, rule, key_axis, scale)
+        call = _rows(layout, tensors, rule, key_axis, pre, scale)
         state = call.tensors["state"].to(call.dtype, copy=True)
         out = v.new_zeros(layout.count, layout.length, *v.shape[2:])
         for bucket in layout.buckets:
@@ -146,7 +149,7 @@ def linear_chunk(
 
 
 @linear_chunk.register_fake
-def _(tensors, active, cu_seqlens, rule, key_axis, scale, size):  # noqa: ANN001
+def _(tensors, active, cu_seqlens, rule, key_axis, pre, scale, size):  # noqa: ANN001
     return torch.empty_like(tensors[3], memory_format=torch.contiguous_format), tensors[0].new_empty(
         tensors[0].shape, dtype=compute_dtype(*tensors)
     )
@@ -161,6 +164,7 @@ def linear_chunk_backward(
     cu_seqlens: Tensor | None,
     rule: str,
     key_axis: bool,
+    pre: bool,
     scale: float,
     size: int,
 ) -> list[Tensor]:
@@ -169,7 +173,7 @@ def linear_chunk_backward(
     """
     layout = _layout(tensors, active, cu_seqlens, key_axis, size)
     with torch.autocast(d_out.device.type, enabled=False):
-        call = _rows(layout, tensors, rule, key_axis, scale)
+        call = _rows(layout, tensors, rule, key_axis, pre, scale)
         d_rows = layout.rows(d_out)
         grads = {n: torch.zeros_like(x, dtype=call.dtype, memory_format=torch.contiguous_format) for n, x in call.tensors.items()}
         grads["state"] = d_state.to(call.dtype, copy=True)
@@ -203,7 +207,7 @@ def _backward_bucket(rows: _Rows, bucket: Bucket, d_out: Tensor, grads: dict[str
 
 
 @linear_chunk_backward.register_fake
-def _(d_out, d_state, tensors, active, cu_seqlens, rule, key_axis, scale, size):  # noqa: ANN001
+def _(d_out, d_state, tensors, active, cu_seqlens, rule, key_axis, pre, scale, size):  # noqa: ANN001
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 
@@ -215,7 +219,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, d_out: Tensor, d_state: Tensor) -> tuple[Any, ...]:
     active, cu_seqlens, *tensors = ctx.saved_tensors
     grads = linear_chunk_backward(d_out, d_state, tensors, active, cu_seqlens, *ctx.choices)
-    return grads, None, None, None, None, None, None
+    return grads, *[None] * 7
 
 
 linear_chunk.register_autograd(_backward, setup_context=_setup_context)

@@ -80,13 +80,11 @@ def titans_memory(
     _check_activation(activation, q, weights, cu_seqlens)
     _check_state(initial_state, tokens, weights, chunk, rows)
     common = {"chunk": chunk, "read": read, "memory_activation": memory_activation, "cu_seqlens": cu_seqlens}
-    chosen = choose("titans_memory", backend, *tokens, *weights)
+    refused = refusals(tokens, weights, chunk, backend)
+    chosen = choose("titans_memory", backend, *tokens, *weights, refused=refused)
     if chosen == "reference":
         more = {"activation": activation, "initial_state": initial_state, "output_final_state": output_final_state}
         return reference.titans_memory(*tokens, weights, **common, **more)
-    refusal = triton_deep.refuse(tokens, weights, chunk, activation) if chosen == "triton" else None
-    if refusal is not None:
-        raise ValueError(f"backend 'triton' cannot run titans_memory: {refusal}; use backend='auto'")
     start, at = _start(tokens, weights, chunk, rows, activation, initial_state)
     options = {
         "kernel": chosen == "triton",
@@ -95,6 +93,18 @@ def titans_memory(
         "memory_activation": memory_activation,
     }
     return chunk_form(tokens, start, at, _active(activation, q, weights), cu_seqlens, output_final_state, **options)
+
+
+def refusals(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, backend: str = "auto") -> dict[str, str | None]:
+    """What `backend.explain` cannot know: why the Triton kernels do not run these inputs (q, k, v, theta, alpha, eta), or None.
+
+    In fp32 they multiply in tf32, which `auto` takes only where PyTorch is allowed to.
+    """
+    refusal = triton_deep.refuse(tokens, weights, chunk)
+    exact = tokens[0].dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    if refusal is None and backend == "auto" and exact:
+        refusal = "fp32 inputs, and the kernels multiply in tf32; torch.set_float32_matmul_precision('high') allows it"
+    return {"triton": refusal}
 
 
 def chunk_form(

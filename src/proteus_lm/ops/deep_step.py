@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from proteus_lm.ops import _deep_chunk
+from proteus_lm.ops import _deep_chunk, triton_deep
 from proteus_lm.ops._deep_activation import POINTWISE
 from proteus_lm.ops._deep_chunk import Scales, entries, opening, places
 from proteus_lm.ops._linear_operator import compute_dtype
+from proteus_lm.ops.backend import choose
 from proteus_lm.ops.deep import READS, chunk_form
 from proteus_lm.ops.memory_activations import memory_function
 from proteus_lm.ops.state import TitansState
@@ -30,26 +31,36 @@ def titans_step(
     active: Tensor | None = None,
     read: str = "post",
     memory_activation: str = "gelu_tanh",
+    backend: str = "auto",
+    inplace: bool = False,
 ) -> tuple[Tensor, TitansState]:
     """Write one token a row into the memory and read it: `titans_memory` for T = 1 (spec/deep.md 3.5).
 
-    Computed in fp32, or fp64 if an input is, whatever the autocast. Where a gradient is wanted, the chunk form runs.
+    Computed in fp32, or fp64 if an input is, whatever the autocast; by the GPU kernel as it says. Where a gradient is wanted, the
+    chunk form runs.
 
     Args:
         q, k: (N, H, D).  v: (N, H, Dv).  theta, alpha, eta: (N, H), values in [0, 1].
         state: what `titans_memory` or an earlier step returned; its chunk is the model's.
         active: int (N,), open hidden units (key rows for one layer) of each row at its token; None: all.
         read, memory_activation: as in `titans_memory`.
+        backend: "auto", "chunk" (PyTorch) or "triton" (one kernel: bf16 products for bf16 tokens, else fp32 by three of tf32).
+        inplace: move the given state on itself: the kernel alone can, and then touches open units alone.
 
     Returns:
-        y (N, H, Dv) in v's type; the new state.
+        y (N, H, Dv) in v's type; the new state, which is the given one with `inplace`.
 
     Raises:
-        ValueError: for shapes or options that do not fit each other.
+        ValueError: for shapes or options that do not fit each other, or a backend that cannot run them.
     """
     tokens = (k, v, theta, alpha, eta)
     _check(q, tokens, state, read)
     memory_function(memory_activation)
+    refused = {"triton": triton_deep.refuse_step((q, *tokens), state.weights, state.momentum, state.k.shape[1])}
+    if choose("titans_memory", backend, q, k, v, refused=refused) == "triton":
+        return triton_deep.step((q, *tokens), state, active, read, memory_activation, inplace)
+    if inplace:
+        raise ValueError("inplace is for the Triton kernel, which does not run here; use inplace=False")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *tokens, *state.weights, *state.momentum, *state[2:7])):
         return _with_gradients(q, tokens, state, active, read, memory_activation)
     dtype = compute_dtype(q, *tokens, *state.weights)

@@ -20,6 +20,7 @@ def delta_rule(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -42,7 +43,8 @@ def delta_rule(
         ValueError, TypeError: as `retention`.
     """
     return _linear.run(
-        *("delta_rule", (q, k, v, beta), activation, axis, scale, initial_state, cu_seqlens, output_final_state, backend)
+        *("delta_rule", (q, k, v, beta), activation, axis, scale, read),
+        *(initial_state, cu_seqlens, output_final_state, backend),
     )
 
 
@@ -56,6 +58,7 @@ def gated_delta_rule(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -79,7 +82,8 @@ def gated_delta_rule(
         ValueError, TypeError: as `retention`.
     """
     return _linear.run(
-        *("gated_delta_rule", (q, k, v, g, beta), activation, axis, scale, initial_state, cu_seqlens, output_final_state, backend)
+        *("gated_delta_rule", (q, k, v, g, beta), activation, axis, scale, read),
+        *(initial_state, cu_seqlens, output_final_state, backend),
     )
 
 
@@ -94,6 +98,7 @@ def comba(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -118,5 +123,6 @@ def comba(
         ValueError, TypeError: as `retention`.
     """
     return _linear.run(
-        *("comba", (q, k, v, p, g, beta), activation, axis, scale, initial_state, cu_seqlens, output_final_state, backend)
+        *("comba", (q, k, v, p, g, beta), activation, axis, scale, read),
+        *(initial_state, cu_seqlens, output_final_state, backend),
     )

@@ -21,6 +21,7 @@ def retention(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -40,6 +41,8 @@ def retention(
         activation: open coordinates of each token, of K for `axis="key"` and of V for `axis="value"`; None: all are open.
         axis: "key" opens rows of S, "value" columns.
         scale: of the outputs; K ** -0.5 of the whole K if None.
+        read: "post" reads S_t, "pre" S_{t-1}, without the token's own write and decay (Proteus eq 11 to the letter); both in the
+            coordinates that are open at t.
         initial_state: (N, H, K, V), N = B, or the number of documents with `cu_seqlens`; None: zeros.
         cu_seqlens: int (N + 1,), boundaries of the documents packed in one row (B = 1); the state starts anew at each.
         output_final_state: return the state behind the last token (of each document) too.
@@ -53,7 +56,8 @@ def retention(
         TypeError: for a tensor that is not floating, or the state of another rule.
     """
     return _linear.run(
-        *("retention", (q, k, v, g), activation, axis, scale, initial_state, cu_seqlens, output_final_state, backend)
+        *("retention", (q, k, v, g), activation, axis, scale, read),
+        *(initial_state, cu_seqlens, output_final_state, backend),
     )
 
 
@@ -67,6 +71,7 @@ def swla(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | SWLAState | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -90,5 +95,6 @@ def swla(
         ValueError, TypeError: as `retention`.
     """
     return _linear.run(
-        *("swla", (q, k, v, g, gamma), activation, axis, scale, initial_state, cu_seqlens, output_final_state, backend)
+        *("swla", (q, k, v, g, gamma), activation, axis, scale, read),
+        *(initial_state, cu_seqlens, output_final_state, backend),
     )

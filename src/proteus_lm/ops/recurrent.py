@@ -5,6 +5,7 @@ compiled step never changes with the position. Masks select, so a locked coordin
 
 Arguments that all steps share: q, k (N, H, K) and v (N, H, V) of one token a row; g, beta (N, H); state (N, H, K, V).
 `active`: int (N,), open coordinates of each row at its token (rows of the state for `axis="key"`, columns for "value"); None: all.
+`read`: "post", with the token's own write, or "pre", without.
 Each returns o (N, H, V) in v's type and the new state, in fp32, or fp64 if an input is. The rules: `hebbian.py`, `delta.py`.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from proteus_lm.ops._linear import AXES
+from proteus_lm.ops._linear import AXES, READS, check_choice
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.state import SWLAState
 
@@ -35,22 +36,23 @@ def _step(
     active: Tensor | None,
     axis: str,
     scale: float | None,
+    read: str,
 ) -> tuple[Tensor, Tensor]:
-    """Apply `update(open part of the state, tensors) -> state` where it is open, and read it with q.
+    """Apply `update(open part of the state, tensors) -> state` where it is open, and read it with q, after that or before.
 
     Raises:
-        ValueError: for an axis that is neither "key" nor "value".
+        ValueError: for an axis that is neither "key" nor "value", or a read that is neither "post" nor "pre".
     """
-    if axis not in AXES:
-        raise ValueError(f"axis is {axis!r}; it must be one of {', '.join(AXES)}")
+    check_choice("axis", axis, AXES)
+    check_choice("read", read, READS)
     out_type = tensors["v"].dtype
     factor = tensors["q"].shape[-1] ** -0.5 if scale is None else scale
     dtype = compute_dtype(state, *tensors.values())
     tensors, state = {n: x.to(dtype) for n, x in tensors.items()}, state.to(dtype)
     with torch.autocast(state.device.type, enabled=False):
         if active is None:
-            state = update(state, tensors)
-            out = _read(state, tensors["q"])
+            before, state = state, update(state, tensors)
+            out = _read(state if read == "post" else before, tensors["q"])
         else:
             zero = state.new_zeros(())
             size, shape = (state.shape[-2], (-1, 1)) if axis == "key" else (state.shape[-1], (1, -1))
@@ -59,8 +61,8 @@ def _step(
                 if name in tensors:
                     tensors[name] = torch.where(opened, tensors[name], zero)
             opened = opened.unflatten(-1, shape)
-            state = torch.where(opened, update(torch.where(opened, state, zero), tensors), state)
-            out = _read(torch.where(opened, state, zero), tensors["q"])
+            before, state = state, torch.where(opened, update(torch.where(opened, state, zero), tensors), state)
+            out = _read(torch.where(opened, state if read == "post" else before, zero), tensors["q"])
     return (out * factor).to(out_type), state
 
 
@@ -82,10 +84,11 @@ def retention_step(
     active: Tensor | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
 ) -> tuple[Tensor, Tensor]:
     """One token of `retention`; arguments as described at the top of this file."""
     tensors = {"q": q, "k": k, "v": v, "g": g}
-    return _step(lambda s, x: _decay(s, x) + _outer(x["k"], x["v"]), tensors, state, active, axis, scale)
+    return _step(lambda s, x: _decay(s, x) + _outer(x["k"], x["v"]), tensors, state, active, axis, scale, read)
 
 
 def swla_step(
@@ -99,6 +102,7 @@ def swla_step(
     active: Tensor | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
 ) -> tuple[Tensor, SWLAState]:
     """One token of `swla`; gamma (N, H, c), state and new state an `SWLAState`, the rest as at the top of this file.
 
@@ -112,7 +116,7 @@ def swla_step(
         weights = x["gamma"].flip(-1).transpose(1, 2)[..., None]  # (N, c, H, 1), oldest pair first
         return _decay(memory, x) + (weights * x["keys"]).permute(0, 2, 3, 1) @ x["values"].transpose(1, 2)
 
-    out, matrix = _step(update, tensors, state.matrix, active, axis, scale)
+    out, matrix = _step(update, tensors, state.matrix, active, axis, scale, read)
     return out, SWLAState(matrix, keys[:, 1:].contiguous(), values[:, 1:].contiguous())  # one layout for compiled steps
 
 
@@ -126,10 +130,11 @@ def delta_rule_step(
     active: Tensor | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
 ) -> tuple[Tensor, Tensor]:
     """One token of `delta_rule`; arguments as described at the top of this file."""
     tensors = {"q": q, "k": k, "v": v, "beta": beta}
-    return _step(lambda s, x: s + _delta(s, x, "k"), tensors, state, active, axis, scale)
+    return _step(lambda s, x: s + _delta(s, x, "k"), tensors, state, active, axis, scale, read)
 
 
 def gated_delta_rule_step(
@@ -143,6 +148,7 @@ def gated_delta_rule_step(
     active: Tensor | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
 ) -> tuple[Tensor, Tensor]:
     """One token of `gated_delta_rule`; arguments as described at the top of this file."""
 
@@ -150,7 +156,7 @@ def gated_delta_rule_step(
         memory = _decay(memory, x)
         return memory + _delta(memory, x, "k")
 
-    return _step(update, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, state, active, axis, scale)
+    return _step(update, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, state, active, axis, scale, read)
 
 
 def comba_step(
@@ -165,7 +171,8 @@ def comba_step(
     active: Tensor | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
 ) -> tuple[Tensor, Tensor]:
     """One token of `comba`; p (N, H, K), the rest as described at the top of this file."""
     tensors = {"q": q, "k": k, "v": v, "p": p, "g": g, "beta": beta}
-    return _step(lambda s, x: _decay(s, x) + _delta(s, x, "p"), tensors, state, active, axis, scale)
+    return _step(lambda s, x: _decay(s, x) + _delta(s, x, "p"), tensors, state, active, axis, scale, read)

@@ -2,7 +2,8 @@
 
 Proteus (eq 7-11) in one line each, with M the memory, g_t the mask of token t's open coordinates:
     M~ = g_t * M_{t-1};   M_t = (1 - g_t) * M_{t-1} + g_t * Upd(M~, x_t);   o_t = Read(g_t * M_t, q_t)
-The rules below give `Upd`; `_scan` does the rest. Vectorised over batch and heads, slow, in fp32 or the inputs' wider type.
+with `read` "post"; with "pre" it is eq 11 to the letter, o_t = Read(g_t * M_{t-1}, q_t), without the token's own write. The rules
+below give `Upd`; `_scan` does the rest. Vectorised over batch and heads, slow, in fp32 or the inputs' wider type.
 Masks select (torch.where), never multiply: whatever stands in a locked coordinate, NaN included, reaches nothing.
 """
 
@@ -48,8 +49,9 @@ def _scan(
     scale: float | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    read: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run `update(open part of M, t) -> M` over the tokens of each document."""
+    """Run `update(open part of M, t) -> M` over the tokens of each document, and read M after it ("post") or before ("pre")."""
     check_packed(len(q), cu_seqlens)
     rows, length, heads, keys = q.shape
     factor = keys**-0.5 if scale is None else scale
@@ -62,14 +64,15 @@ def _scan(
             memory = (initial_state if cu_seqlens is None else initial_state[index : index + 1]).to(q.dtype)
         zero = memory.new_zeros(())
         for t in range(document.start, document.stop):
+            before = memory
             if mask is None:
                 memory = update(memory, t)
-                read = memory
+                seen = memory if read == "post" else before
             else:
                 gate = mask[:, t, None, :, None] if axis == "key" else mask[:, t, None, None, :]
                 memory = torch.where(gate, update(torch.where(gate, memory, zero), t), memory)
-                read = torch.where(gate, memory, zero)
-            outputs.append(factor * _read(read, q[:, t]))
+                seen = torch.where(gate, memory if read == "post" else before, zero)
+            outputs.append(factor * _read(seen, q[:, t]))
         finals.append(memory)
     return torch.stack(outputs, 1), torch.cat(finals)
 
@@ -83,6 +86,7 @@ def retention(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -93,7 +97,7 @@ def retention(
     decay = g.exp()[..., None, None]
     out, state = _scan(
         lambda S, t: decay[:, t] * S + _outer(k[:, t], v_[:, t]),
-        *(q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens),
+        *(q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens, read),
     )
     return out.to(v.dtype), state if output_final_state else None
 
@@ -107,6 +111,7 @@ def delta_rule(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -116,7 +121,7 @@ def delta_rule(
     q, k, v_, beta = (x.to(dtype) for x in (q, k, v, beta))
     out, state = _scan(
         lambda S, t: S + _outer(k[:, t], beta[:, t, :, None] * (v_[:, t] - _read(S, k[:, t]))),
-        *(q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens),
+        *(q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens, read),
     )
     return out.to(v.dtype), state if output_final_state else None
 
@@ -131,6 +136,7 @@ def gated_delta_rule(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -144,7 +150,7 @@ def gated_delta_rule(
         S = decay[:, t] * S
         return S + _outer(k[:, t], beta[:, t, :, None] * (v_[:, t] - _read(S, k[:, t])))
 
-    out, state = _scan(update, q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens)
+    out, state = _scan(update, q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens, read)
     return out.to(v.dtype), state if output_final_state else None
 
 
@@ -159,6 +165,7 @@ def comba(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -169,7 +176,7 @@ def comba(
     decay = g.exp()[..., None, None]
     out, state = _scan(
         lambda S, t: decay[:, t] * S + _outer(k[:, t], beta[:, t, :, None] * (v_[:, t] - _read(S, p[:, t]))),
-        *(q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens),
+        *(q, v.shape[-1], activation, axis, scale, initial_state, cu_seqlens, read),
     )
     return out.to(v.dtype), state if output_final_state else None
 
@@ -184,6 +191,7 @@ def swla(
     activation: Activation | None = None,
     axis: str = "key",
     scale: float | None = None,
+    read: str = "post",
     initial_state: Tensor | SWLAState | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
@@ -220,7 +228,7 @@ def swla(
             S = S + _outer(gamma[:, t, :, j, None] * seen_k[:, at - j], seen_v[:, at - j])
         return S
 
-    out, final = _scan(update, q, v.shape[-1], activation, axis, scale, matrix, cu_seqlens)
+    out, final = _scan(update, q, v.shape[-1], activation, axis, scale, matrix, cu_seqlens, read)
     if not output_final_state:
         return out.to(v.dtype), None
     tails = [torch.cat([part[i][:, part[i].shape[1] - past :] for part in parts]) for i in (0, 1)]

@@ -14,6 +14,7 @@ from proteus_lm.evals import PerplexityResult, evaluate
 from proteus_lm.generate import Sampling, generate
 from proteus_lm.report.collect import Options, Progress, RunReport, bytes_per_token, command, data_identity
 from proteus_lm.report.figures import check_drawing, draw_loss_by_position, draw_memory, draw_training
+from proteus_lm.report.html import to_html
 from proteus_lm.report.memory import look_points, trace_memory
 from proteus_lm.report.tables import base_of, main_table, paired, report_markdown, verdicts
 from proteus_lm.run import Run
@@ -53,7 +54,7 @@ def build_report(
     made_by: str = "",
     progress: Progress | None = None,
 ) -> Report:
-    """Measure runs and write OUT/report.md, OUT/report.json and the figures, each whole or not at all.
+    """Measure runs and write OUT/report.md, report.html, report.json and the figures, each whole or not at all.
 
     Args:
         paths: run directories. out: a folder, made when it is not there.
@@ -66,7 +67,7 @@ def build_report(
     """
     options = options or Options()
     runs = [Run.open(path) for path in paths]
-    names = _names([run.path for run in runs])
+    names = run_names([run.path for run in runs])
     _check_comparable(runs, names, options.split)
     check_drawing()
     out = Path(out)
@@ -76,7 +77,9 @@ def build_report(
     base = base_of(reports)
     pairs = {other.name: _differences(base, other) for other in reports if other is not base}
     figures = _figures(reports, out)
-    write_text(out / "report.md", report_markdown(reports, {caption: path.name for caption, path in figures.items()}, made_by))
+    page = report_markdown(reports, {caption: path.name for caption, path in figures.items()}, made_by)
+    write_text(out / "report.md", page)
+    write_text(out / "report.html", to_html(page, out))
     raw = {"made_by": made_by, "options": asdict(options), "runs": [run.to_dict() for run in reports]}
     write_json(out / "report.json", raw | {"base": base.name, "differences": pairs})
     return Report(out, reports, tuple(figures.values()))
@@ -111,7 +114,7 @@ def _differences(base: RunReport, other: RunReport) -> dict[str, Any]:
     }
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def run_names(paths: Sequence[Path]) -> list[str]:
     """Short names that tell runs apart: the folder's own, or with its parents where two are alike."""
     resolved = [path.resolve() for path in paths]
     if not resolved:

@@ -51,11 +51,11 @@ def draw_loss_by_position(runs: Sequence[RunReport], path: Path) -> None:
     others = [run for run in runs if run is not base and same_data(base, run) and run.longest.edges == base.longest.edges]
     figure, axes = new_figure(2 if others else 1, 1, 8, 7 if others else 4.5, sharex=True)
     for run, colour in zip(runs, colours(runs)):
-        _band(axes[0, 0], run.longest.edges, run.longest.bins, colour, f"{run.name} (E = {run.blocks})")
+        band(axes[0, 0], run.longest.edges, run.longest.bins, colour, f"{run.name} (E = {run.blocks})")
     for run, colour in zip(runs, colours(runs)):
         if run in others:
             pair = list(paired(base, run).values())[-1]
-            _band(axes[1, 0], pair.edges, pair.bins, colour, f"{run.name} minus {base.name}")
+            band(axes[1, 0], pair.edges, pair.bins, colour, f"{run.name} minus {base.name}")
     for axis in axes[:, 0]:
         _mark_unlocks(axis, runs)
         if base.training_context < base.longest.edges[-1]:
@@ -135,7 +135,7 @@ def running_mean(values: np.ndarray, width: int) -> np.ndarray:
     return (total[1:] - total[start]) / (np.arange(len(values)) + 1 - start)
 
 
-def _band(axis: Axes, edges: Sequence[int], bins: Sequence, colour: str, name: str) -> None:
+def band(axis: Axes, edges: Sequence[int], bins: Sequence, colour: str, name: str) -> None:
     """A line through the middle of each bin with a band of one standard error."""
     middle = [(a + b - 1) / 2 for a, b in zip(edges, edges[1:])]
     mean = np.array([e.mean for e in bins])

@@ -19,11 +19,12 @@ RULES = {"retention": (False, False), "delta_rule": (True, False), "gated_delta_
 
 @triton.jit
 def advance(
-    q, k, p, v, g, beta, state, active, out, scale,
+    q, k, p, v, g, beta, state, active, out, after, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, HAS_G: tl.constexpr, DECAYED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    COPY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BV columns of one head's state (N, H, K, V), fp32, in place."""
+    """BV columns of one head's state (N, H, K, V), fp32, to `after`: the state itself, or with COPY another, shut rows included."""
     lane = (tl.program_id(0) % (tl.num_programs(0) // ((V + BV - 1) // BV))).to(tl.int64)
     tile = tl.program_id(0) // (tl.num_programs(0) // ((V + BV - 1) // BV))
     row = tl.arange(0, BK)
@@ -34,13 +35,17 @@ def advance(
         keys = tl.load(active + lane // H).to(tl.int32)
     if VALUE:
         values = tl.load(active + lane // H).to(tl.int32)
+    at = lane * K * V + row[:, None] * V + column[None, :]
+    whole = (row < K)[:, None] & (column < V)[None, :]
     if tile * BV >= values:  # a shut tile
         tl.store(out + lane * V + column, tl.zeros([BV], out.dtype.element_ty), mask=column < V)
+        if COPY:
+            tl.store(after + at, tl.load(state + at, mask=whole, other=0.0), mask=whole)
         return
     inside = row < keys
-    at = state + lane * K * V + row[:, None] * V + column[None, :]
     mask = inside[:, None] & (column < values)[None, :]
-    s = tl.load(at, mask=mask, other=0.0)
+    held = tl.load(state + at, mask=whole if COPY else mask, other=0.0)
+    s = tl.where(mask, held, 0.0)
     b_k = tl.load(k + lane * K + row, mask=inside, other=0.0).to(tl.float32)
     b_q = tl.load(q + lane * K + row, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(v + lane * V + column, mask=column < values, other=0.0).to(tl.float32)
@@ -54,12 +59,57 @@ def advance(
             guess *= decay
         u = (u - guess) * tl.load(beta + lane).to(tl.float32)
     s = s * decay + b_k[:, None] * u[None, :]
-    tl.store(at, s, mask=mask)
+    if COPY:
+        tl.store(after + at, tl.where(mask, s, held), mask=whole)
+    else:
+        tl.store(after + at, s, mask=mask)
     y = tl.sum(s * b_q[:, None], 0) * scale
     tl.store(out + lane * V + column, y.to(out.dtype.element_ty), mask=column < V)
 
 
-@torch.library.custom_op("proteus_triton::step", mutates_args=("state",))
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    active: Tensor | None,
+    after: Tensor,
+    rule: str,
+    axis: str,
+    scale: float,
+) -> Tensor:
+    """o (N, H, V) for q, k, p (N, H, K), v (N, H, V), g, beta (N, H); `after` gets `state` (N, H, K, V) moved on, and may be it.
+
+    Args:
+        active: int (N,), open coordinates of each row; None for all.
+    """
+    rows, heads, keys = q.shape
+    values = v.shape[-1]
+    tile = min(32, max(4, triton.next_power_of_2(values)))
+    delta, decayed = RULES[rule]
+    out = torch.empty_like(v)
+    cast("Any", advance)[(rows * heads * triton.cdiv(values, tile),)](
+        *(q, k, k if p is None else p, v, g, beta, state, active, out, after, scale),
+        H=heads,
+        K=keys,
+        V=values,
+        BK=triton.next_power_of_2(keys),
+        BV=tile,
+        DELTA=delta,
+        HAS_G=g is not None,
+        DECAYED=decayed,
+        KEY=active is not None and axis == "key",
+        VALUE=active is not None and axis == "value",
+        COPY=after is not state,
+        num_warps=4,
+    )
+    return out
+
+
+@torch.library.custom_op("proteus_triton::step", mutates_args=())
 def step(
     q: Tensor,
     k: Tensor,
@@ -72,35 +122,36 @@ def step(
     rule: str,
     axis: str,
     scale: float,
-) -> Tensor:
-    """o (N, H, V) for q, k, p (N, H, K), v (N, H, V), g, beta (N, H); `state` (N, H, K, V), fp32 and contiguous, moves on in place.
-
-    Args:
-        active: int (N,), open coordinates of each row; None for all.
-    """
-    rows, heads, keys = q.shape
-    values = v.shape[-1]
-    tile = min(32, max(4, triton.next_power_of_2(values)))
-    delta, decayed = RULES[rule]
-    out = torch.empty_like(v)
-    cast("Any", advance)[(rows * heads * triton.cdiv(values, tile),)](
-        *(q, k, k if p is None else p, v, g, beta, state, active, out, scale),
-        H=heads,
-        K=keys,
-        V=values,
-        BK=triton.next_power_of_2(keys),
-        BV=tile,
-        DELTA=delta,
-        HAS_G=g is not None,
-        DECAYED=decayed,
-        KEY=active is not None and axis == "key",
-        VALUE=active is not None and axis == "value",
-        num_warps=4,
-    )
-    return out
+) -> tuple[Tensor, Tensor]:
+    """As `_launch`: o, and the new state; the given one stays."""
+    after = torch.empty_like(state)
+    return _launch(q, k, v, p, g, beta, state, active, after, rule, axis, scale), after
 
 
 @step.register_fake
+def _(q, k, v, p, g, beta, state, active, rule, axis, scale):
+    return torch.empty_like(v), torch.empty_like(state)
+
+
+@torch.library.custom_op("proteus_triton::step_in_place", mutates_args=("state",))
+def step_in_place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    active: Tensor | None,
+    rule: str,
+    axis: str,
+    scale: float,
+) -> Tensor:
+    """As `_launch`, on the state itself."""
+    return _launch(q, k, v, p, g, beta, state, active, state, rule, axis, scale)
+
+
+@step_in_place.register_fake
 def _(q, k, v, p, g, beta, state, active, rule, axis, scale):
     return torch.empty_like(v)
 
@@ -119,7 +170,7 @@ def run_step(
     scale: float | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`step` on a copy of the state, or with `inplace` on the state itself; inference only, no gradient.
+    """`step`, or with `inplace` the same on the state itself; inference only, no gradient.
 
     Raises:
         ValueError: for a state that is not fp32, or not contiguous where it must move in place.
@@ -128,8 +179,9 @@ def run_step(
         raise ValueError(f"the state is {state.dtype}; the decoding kernel keeps it in float32")
     if inplace and not state.is_contiguous():
         raise ValueError("the state is not contiguous; call .contiguous() once and keep the result, or use inplace=False")
-    state = state if inplace else state.contiguous().clone()
     q, k, v = (x.contiguous() for x in (q, k, v))
     p, g, beta = (x if x is None else x.contiguous() for x in (p, g, beta))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return step(q, k, v, p, g, beta, state, active, rule, axis, scale), state
+    if inplace:
+        return step_in_place(q, k, v, p, g, beta, state, active, rule, axis, scale), state
+    return step(q, k, v, p, g, beta, state.contiguous(), active, rule, axis, scale)

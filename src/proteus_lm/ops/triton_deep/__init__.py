@@ -12,18 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from proteus_lm.activation import Activation
+from proteus_lm.ops.state import TitansState
 
 CHUNKS = (16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
 
 
-def refuse(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, activation: Activation | None = None) -> str | None:
+def refuse(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int) -> str | None:
     """Why the kernels cannot run these inputs, or None.
 
     Args:
         tokens: q, k, v, theta, alpha, eta of a call.  weights: its memory.  chunk: tokens between two boundaries.
-        activation: that of the call.
     """
     q, k, v = tokens[:3]
     if importlib.util.find_spec("triton") is None:
@@ -51,17 +50,6 @@ def refuse(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, acti
     most = max(4 * dims[0], 256)
     if len(weights) == 2 and (hidden % 16 or hidden > most):
         return f"{hidden} hidden units; they must be a multiple of 16, at most {most} for heads of {dims[0]}"
-    return _unproven(q, weights, chunk, activation)
-
-
-def _unproven(q: Tensor, weights: Sequence[Tensor], chunk: int, activation: Activation | None) -> str | None:
-    """What did not give right gradients on the one GPU it was run on (docs/titans-kernel.md): not run until it does."""
-    if q.dtype != torch.bfloat16 or len(weights) == 1 or activation is None:
-        return None
-    schedule = activation.schedule
-    inside = [p for p in map(schedule.unlock_position, range(schedule.blocks)) if p % chunk]
-    if inside:
-        return f"a block opens inside a chunk, at position {inside[0]}: with bf16 and two layers its gradients are not proven"
     return None
 
 
@@ -101,3 +89,32 @@ def scan(
     save = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
     out = titans_kernels(tokens_, list(weights), list(momentum), active_, full, chunk, read, memory_activation, save)
     return [grid.back(out[0]), *out[1 : 1 + 2 * len(weights)]]
+
+
+def refuse_step(tokens: Sequence[Tensor], weights: Sequence[Tensor], momentum: Sequence[Tensor], chunk: int) -> str | None:
+    """As `refuse`, of one decoding step: tokens q, k, v (N, H, D), theta, alpha, eta (N, H), and a state's matrices."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tokens, *weights, *momentum)):
+        return "a gradient is wanted; the decoding kernel has none"
+    if any(t.dtype != torch.float32 for t in (*weights, *momentum)):
+        return "a state that is not fp32"
+    return refuse(tokens, weights, chunk)
+
+
+def step(
+    tokens: Sequence[Tensor], state: TitansState, active: Tensor | None, read: str, memory_activation: str, inplace: bool
+) -> tuple[Tensor, TitansState]:
+    """One decoding step; inputs that `refuse_step` does not name. With `inplace` the given state moves on itself.
+
+    Raises:
+        ValueError: for a state that cannot move in place, not being contiguous.
+    """
+    from proteus_lm.ops.triton_deep._step import titans_step_in_place, titans_step_new
+
+    flat = [*state.weights, *state.momentum, *state[2:]]
+    if inplace:
+        if not all(t.is_contiguous() for t in flat):
+            raise ValueError("the state is not contiguous; use inplace=False once and go on with what it returns")
+        return titans_step_in_place(list(tokens), flat, active, read, memory_activation), state
+    y, *new = titans_step_new(list(tokens), flat, active, read, memory_activation)
+    depth = len(state.weights)
+    return y, TitansState._make([tuple(new[:depth]), tuple(new[depth : 2 * depth]), *new[2 * depth :]])

@@ -96,6 +96,70 @@ def _scaled_pair(x, end_w, end_s, D: tl.constexpr, TYPE: tl.constexpr, PREC: tl.
     return operand(x.to(tl.float32) * tl.where(top, end_w[None, :], end_s[None, :]), TYPE, PREC)
 
 
+@triton.jit
+def _chunk_rows(
+    rows_k, rows_v, now, opens_at, act_at, slope_at, grad_at, bend_at, err_at, width, H,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
+    ACT: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """What a chunk's tokens make of its start weights `now`: act, err, grad, and slope and bend (with KEEP, else slope as scratch).
+
+    rows_k, rows_v: at the chunk's first token; H: rows from a token to the next.
+    """
+    OPD: tl.constexpr = now.dtype.element_ty
+    W2: tl.constexpr = 2 * DK * HID if DEEP else 0
+    t, dk, dv = tl.arange(0, B), tl.arange(0, DK), tl.arange(0, DV)
+    rows_k += t[:, None] * H * DK
+    end = sixteens(width)
+    tiles = tl.cdiv(end, BH)
+
+    # Activations of the open tiles.
+    if DEEP:
+        keys = operand(tl.load(rows_k + dk[None, :]), OPD, PREC)
+    for j in range(tiles):
+        cols = j * BH + tl.arange(0, BH)
+        open_ = (cols < end)[None, :]
+        mine = t[:, None] >= open_slots(opens_at, cols, width, B)[None, :]
+        cells = t[:, None] * HID + cols[None, :]
+        if DEEP:
+            w = tl.load(now + dk[:, None] * HID + cols[None, :], mask=open_, other=0.0)
+            a, s, c = pointwise(mul(keys, w, PREC), ACT)
+            tl.store(slope_at + cells, tl.where(mine, s, 0.0).to(OPD), mask=open_)
+            if KEEP:
+                tl.store(bend_at + cells, tl.where(mine, c, 0.0).to(OPD), mask=open_)
+        else:
+            a = tl.load(rows_k + cols[None, :], mask=open_, other=0.0).to(tl.float32)
+        tl.store(act_at + cells, operand(tl.where(mine, a, 0.0), OPD, PREC), mask=open_)
+    tl.debug_barrier()
+
+    # The error of what they add up to.
+    found = tl.zeros((B, DV), tl.float32)
+    for j in range(tiles):
+        cols = j * BH + tl.arange(0, BH)
+        a = tl.load(act_at + t[:, None] * HID + cols[None, :], mask=(cols < end)[None, :], other=0.0)
+        w = tl.load(now + W2 + cols[:, None] * DV + dv[None, :], mask=(cols < end)[:, None], other=0.0)
+        found = tl.dot(a, w, found, input_precision=PREC)
+    values = tl.load(rows_v + t[:, None] * H * DV + dv[None, :]).to(tl.float32)
+    tl.store(err_at + t[:, None] * DV + dv[None, :], operand(found - values, OPD, PREC))
+    tl.debug_barrier()
+
+    # Gradients of the hidden layer.
+    if DEEP:
+        error = tl.load(err_at + t[:, None] * DV + dv[None, :])
+        for j in range(tiles):
+            cols = j * BH + tl.arange(0, BH)
+            open_ = (cols < end)[None, :]
+            cells = t[:, None] * HID + cols[None, :]
+            w = tl.load(now + W2 + cols[None, :] * DV + dv[:, None], mask=open_, other=0.0)
+            s = tl.load(slope_at + cells, mask=open_, other=0.0).to(tl.float32)
+            back = mul(error, w, PREC)
+            tl.store(grad_at + cells, operand(back * s, OPD, PREC), mask=open_)
+            if KEEP:
+                c = tl.load(bend_at + cells, mask=open_, other=0.0).to(tl.float32)
+                tl.store(bend_at + cells, (back * c).to(OPD), mask=open_)
+        tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["first", "count", "G"])
 def write_kernel(
     k, v, vec, plan, opens, full, state, shadow, act, slope, grad, bend, err,
@@ -112,7 +176,7 @@ def write_kernel(
     p = tl.program_id(0)
     row, head = p // H, p % H
     OPD: tl.constexpr = shadow.dtype.element_ty
-    t, dk, dv = tl.arange(0, B), tl.arange(0, DK), tl.arange(0, DV)
+    t = tl.arange(0, B)
     SLOT: tl.constexpr = (2 * DK + 2 * DV) * HID if DEEP else 2 * DV * HID
     W2: tl.constexpr = 2 * DK * HID if DEEP else 0
     wide = p.to(tl.int64)
@@ -126,7 +190,6 @@ def write_kernel(
         n = first + i
         at = wide * G + i
         token = (row.to(tl.int64) * T + n * B) * H + head
-        rows_k = k + (token + t[:, None] * H) * DK
         vec_at = vec + at * VECTORS * B
         opens_at = opens + (row * plan_row + n) * HID
         width = tl.load(plan_at + 2 * i)
@@ -138,51 +201,10 @@ def write_kernel(
         kept_at = at if KEEP else wide
         slope_at, bend_at = slope + kept_at * B * HID, bend + kept_at * B * HID
 
-        # Activations of the open tiles.
-        if DEEP:
-            keys = operand(tl.load(rows_k + dk[None, :]), OPD, PREC)
-        for j in range(tiles):
-            cols = j * BH + tl.arange(0, BH)
-            open_ = (cols < end)[None, :]
-            mine = t[:, None] >= open_slots(opens_at, cols, width, B)[None, :]
-            cells = t[:, None] * HID + cols[None, :]
-            if DEEP:
-                w = tl.load(now + dk[:, None] * HID + cols[None, :], mask=open_, other=0.0)
-                a, s, c = pointwise(mul(keys, w, PREC), ACT)
-                tl.store(slope_at + cells, tl.where(mine, s, 0.0).to(OPD), mask=open_)
-                if KEEP:
-                    tl.store(bend_at + cells, tl.where(mine, c, 0.0).to(OPD), mask=open_)
-            else:
-                a = tl.load(rows_k + cols[None, :], mask=open_, other=0.0).to(tl.float32)
-            tl.store(act_at + cells, operand(tl.where(mine, a, 0.0), OPD, PREC), mask=open_)
-        tl.debug_barrier()
-
-        # The error of what they add up to.
-        found = tl.zeros((B, DV), tl.float32)
-        for j in range(tiles):
-            cols = j * BH + tl.arange(0, BH)
-            a = tl.load(act_at + t[:, None] * HID + cols[None, :], mask=(cols < end)[None, :], other=0.0)
-            w = tl.load(now + W2 + cols[:, None] * DV + dv[None, :], mask=(cols < end)[:, None], other=0.0)
-            found = tl.dot(a, w, found, input_precision=PREC)
-        values = tl.load(v + (token + t[:, None] * H) * DV + dv[None, :]).to(tl.float32)
-        tl.store(err_at + t[:, None] * DV + dv[None, :], operand(found - values, OPD, PREC))
-        tl.debug_barrier()
-
-        # Gradients of the hidden layer.
-        if DEEP:
-            error = tl.load(err_at + t[:, None] * DV + dv[None, :])
-            for j in range(tiles):
-                cols = j * BH + tl.arange(0, BH)
-                open_ = (cols < end)[None, :]
-                cells = t[:, None] * HID + cols[None, :]
-                w = tl.load(now + W2 + cols[None, :] * DV + dv[:, None], mask=open_, other=0.0)
-                s = tl.load(slope_at + cells, mask=open_, other=0.0).to(tl.float32)
-                back = mul(error, w, PREC)
-                tl.store(grad_at + cells, operand(back * s, OPD, PREC), mask=open_)
-                if KEEP:
-                    c = tl.load(bend_at + cells, mask=open_, other=0.0).to(tl.float32)
-                    tl.store(bend_at + cells, (back * c).to(OPD), mask=open_)
-            tl.debug_barrier()
+        _chunk_rows(
+            k + token * DK, v + token * DV, now, opens_at, act_at, slope_at, grad_at, bend_at, err_at, width, H,
+            B, DK, DV, HID, BH, ACT, DEEP, KEEP, PREC,
+        )  # fmt: skip
 
         # Both matrices to the chunk's end.
         end_w, end_s = tl.load(vec_at + END_W * B + t), tl.load(vec_at + END_S * B + t)
@@ -207,6 +229,29 @@ def write_kernel(
         if i + 1 < count:
             start_shadow(state, now + SLOT, width, tl.load(plan_at + 2 * i + 2), DK, DV, HID, BH, DEEP, PREC)
         tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["first", "count", "G"])
+def rows_kernel(
+    k, v, plan, opens, shadow, act, slope, grad, bend, err, first, T, H, G, plan_row,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr,
+    ACT: tl.constexpr, DEEP: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks of the segment, rows * heads): what `write_kernel` leaves behind for the backward, from start states that were
+    kept, all chunks at once."""
+    i, p = tl.program_id(0), tl.program_id(1)
+    row, head = p // H, p % H
+    n = first + i
+    SLOT: tl.constexpr = (2 * DK + 2 * DV) * HID if DEEP else 2 * DV * HID
+    at = p.to(tl.int64) * G + i
+    token = (row.to(tl.int64) * T + n * B) * H + head
+    width = tl.load(plan + (row * plan_row + n) * 2)
+    cells = at * B * HID
+    _chunk_rows(
+        k + token * DK, v + token * DV, shadow + at * SLOT, opens + (row * plan_row + n) * HID,
+        act + cells, slope + cells, grad + cells, bend + cells, err + at * B * DV, width, H,
+        B, DK, DV, HID, BH, ACT, DEEP, True, PREC,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "count", "G"])

@@ -2,12 +2,15 @@
 """Launches: buffers of one segment of chunks, and the kernels over the segments, forwards and backwards.
 
 Memory is the price of working out the reads of many chunks at once, so the sequence is cut into segments. Their buffers are used
-again and again; between them only the state is kept (fp32, one a segment), from which the backward works a segment out once more.
+again and again. For the backward either the start states of all chunks are kept as the products use them, where they fit in
+`KEPT_BYTES`: what the writes left behind is then worked out for all chunks of a segment at once. Or only the state between segments
+(fp32), and the backward walks each segment's writes once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +19,16 @@ from torch import Tensor
 
 from proteus_lm.ops.triton_deep._backward import read_backward_kernel, rest_backward_kernel, write_backward_kernel
 from proteus_lm.ops.triton_deep._common import VECTORS
-from proteus_lm.ops.triton_deep._forward import read_kernel, write_kernel
+from proteus_lm.ops.triton_deep._forward import read_kernel, rows_kernel, write_kernel
 from proteus_lm.ops.triton_deep._gates import gates_backward_kernel, gates_kernel
 
 SEGMENT = 16  # chunks whose start states are held at once
+KEPT_BYTES = 2 << 30  # of start states that a call keeps for its backward
 # Of each kernel: warps, pipeline stages, and hidden units worked on at once (BH): what a locked block saves comes in these steps.
 # With one stage, triton 3.6 miscompiled two of them on Hopper.
 LAUNCH = {
     "write": {"num_warps": 8, "num_stages": 2, "BH": 64},
+    "rows": {"num_warps": 8, "num_stages": 2, "BH": 64},
     "read": {"num_warps": 4, "num_stages": 2, "BH": 32},
     "read_backward": {"num_warps": 4, "num_stages": 2, "BH": 32},
     "write_backward": {"num_warps": 8, "num_stages": 2, "BH": 64},
@@ -67,6 +72,14 @@ class Problem(NamedTuple):
         """Numbers in the state of a program."""
         return 2 * self.dv * self.hidden + (2 * self.dk * self.hidden if self.depth == 2 else 0)
 
+    @property
+    def kept(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of what a forward keeps: (segments, programs, segment, cells), or (segments - 1, programs, cells) fp32."""
+        shape = (len(self.segments), self.programs, self.segment, self.cells)
+        if prod(shape) * self.dtype.itemsize <= KEPT_BYTES:
+            return shape, self.dtype
+        return (len(self.segments) - 1, self.programs, self.cells), torch.float32
+
     def options(self, kernel: str, **more: Any) -> dict[str, Any]:
         """Constants and launch options of a kernel with hidden tiles."""
         precision = "tf32" if self.dtype == torch.float32 and self.device == "cuda" else "ieee"
@@ -107,7 +120,7 @@ def make_plan(active: Tensor, full: Tensor, problem: Problem) -> Plan:
 class Buffers:
     """What one segment needs between its kernels; see `_common` and `_backward`."""
 
-    def __init__(self, problem: Problem, device: torch.device, *, backward: bool) -> None:
+    def __init__(self, problem: Problem, device: torch.device, *, backward: bool, states: Tensor | None = None) -> None:
         programs, g, b = problem.programs, problem.segment, problem.chunk
         deep = problem.depth == 2
 
@@ -117,7 +130,7 @@ class Buffers:
         wide = torch.float32
         self.mix, self.vec = new(g, b, b, dtype=wide), new(g, VECTORS.value, b, dtype=wide)
         self.passed = new(g, b, b, dtype=wide) if backward else self.mix
-        self.shadow = new(g, problem.cells)
+        self.shadow = new(g, problem.cells) if states is None else states[0]  # or kept ones, a segment at a time
         self.act, self.err = new(g, b, problem.hidden), new(g, b, problem.dv)
         self.grad = new(g, b, problem.hidden) if deep else self.act
         kept = (g,) if backward else ()
@@ -177,7 +190,7 @@ def unpack(cells: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def forward(problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Tensor, save: bool) -> tuple[Tensor, Tensor]:
-    """y (rows, T, H, Dv), and the states at the starts of all segments but the first, (segments - 1, rows * heads, cells).
+    """y (rows, T, H, Dv), and what the backward needs, see `Problem.kept`; nothing without `save`.
 
     Args:
         tokens: q, k, v, theta, alpha, eta, contiguous.
@@ -185,10 +198,14 @@ def forward(problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Tenso
     """
     q, k, v, *gates = tokens
     y = torch.empty_like(v)
-    buffers = Buffers(problem, q.device, backward=False)
-    saved = state.new_empty(len(problem.segments) - 1 if save else 0, *state.shape)
+    shape, dtype = problem.kept
+    saved = torch.empty(shape if save else (0,), dtype=dtype, device=q.device)
+    whole = saved.dim() == 4
+    buffers = Buffers(problem, q.device, backward=False, states=saved if whole else None)
     for number, (first, count) in enumerate(problem.segments):
-        if save and number:
+        if whole:
+            buffers.shadow = saved[number]
+        elif save and number:
             saved[number - 1].copy_(state)
         _gates(problem, gates, plan, buffers, first, count, keep=False)
         _write(problem, tokens, plan, state, buffers, first, count, keep=False)
@@ -213,20 +230,28 @@ def backward(
     """Gradients to the tokens, in their types (gates: fp32).
 
     Args:
-        initial, saved: the state at the start as `pack` gives it, used as scratch, and what `forward` saved, kept.
+        initial, saved: the state at the start as `pack` gives it, used as scratch, and what `forward` saved, kept as it is.
         d_state: gradients of the state at the end, packed, brought to those of the start in place.
     """
     q, k, v, *gates = tokens
     dq, dk, dv = (torch.zeros_like(t) if problem.depth == 1 else torch.empty_like(t) for t in (q, k, v))
     d_gates = [torch.empty(t.shape, device=t.device, dtype=torch.float32) for t in gates]
-    buffers = Buffers(problem, q.device, backward=True)
+    whole = saved.dim() == 4
+    buffers = Buffers(problem, q.device, backward=True, states=saved if whole else None)
     strides = plan.strides()
     sizes = (problem.tokens, problem.heads, problem.segment)
     for number, (first, count) in reversed(list(enumerate(problem.segments))):
-        state = saved[number - 1].clone() if number else initial
-        _gates(problem, gates, plan, buffers, first, count, keep=True)
-        _write(problem, tokens, plan, state, buffers, first, count, keep=True)
         grid = (count, problem.programs)
+        _gates(problem, gates, plan, buffers, first, count, keep=True)
+        if whole:
+            buffers.shadow = saved[number]
+            rows_kernel[grid](
+                k, v, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.slope, buffers.grad, buffers.bend, buffers.err,
+                first, *sizes, strides[1], **problem.options("rows", ACT=problem.function),
+            )  # fmt: skip
+        else:
+            state = saved[number - 1].clone() if number else initial
+            _write(problem, tokens, plan, state, buffers, first, count, keep=True)
         for mixed in (0, 1):
             read_backward_kernel[grid](
                 q, k, dy, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err,

@@ -51,10 +51,10 @@ def titans_kernels(
         tokens: q, k (N, T, H, D), v (N, T, H, Dv), of one type (fp32 or bf16); theta, alpha, eta (N, T, H). T is whole chunks.
         weights, momentum: fp32 (N, H, in, out) each.
         active: int64 (N or 1, T), open units at each slot, 0 for a slot without a token.  full: int64 (N), chunks that end.
-        save: keep the state at the start of each segment for the backward.
+        save: keep what the backward needs.
 
     Returns:
-        y (N, T, H, Dv), weights and momentum at each row's last boundary, and the saved states (segments - 1, N * H, cells).
+        y (N, T, H, Dv), weights and momentum at each row's last boundary, and the states kept (`Problem.kept`).
     """
     problem = problem_of(tokens, weights, chunk, read, memory_activation)
     plan = make_plan(active, full, problem)
@@ -67,9 +67,9 @@ def titans_kernels(
 def _(tokens, weights, momentum, active, full, chunk, read, memory_activation, save):
     problem = problem_of(tokens, weights, chunk, read, memory_activation)
     state = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*weights, *momentum)]
-    count = -(-problem.chunks // problem.segment) - 1 if save else 0
+    shape, dtype = problem.kept
     y = torch.empty_like(tokens[2], memory_format=torch.contiguous_format)
-    return [y, *state, weights[0].new_empty(count, problem.programs, problem.cells)]
+    return [y, *state, tokens[0].new_empty(shape if save else (0,), dtype=dtype)]
 
 
 @torch.library.custom_op("proteus_lm::titans_kernels_backward", mutates_args=())

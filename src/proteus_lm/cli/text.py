@@ -1,0 +1,51 @@
+"""`proteus generate`: text from a prompt."""
+
+from __future__ import annotations
+
+import sys
+
+from proteus_lm.cli.common import Device, Run, app, choose_device, no_bars
+
+
+@app.command
+def generate(
+    run: Run,
+    /,
+    *,
+    prompt: str,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    num_beams: int = 1,
+    step: int | None = None,
+    device: Device = "auto",
+) -> None:
+    """Let a run go on from a prompt. The text goes to standard output, without the prompt.
+
+    Example: proteus generate runs/e8 --prompt "The memory of" --temperature 0
+
+    Args:
+        run: Folder that proteus train wrote.
+        prompt: Text to go on from; - reads it from standard input.
+        max_new_tokens: Write at most so many tokens; the end of the document stops earlier.
+        temperature: 0 takes the likeliest token each time; 1 draws as the model says.
+        top_k: Draw among so many likeliest tokens only.
+        top_p: Draw among the likeliest tokens that hold this probability together.
+        seed: Of the draw: the same seed gives the same text.
+        num_beams: Beams of a beam search; needs --temperature 0.
+        step: Checkpoint to use; by default the newest.
+        device: auto (CUDA where there is one), cpu, cuda, cuda:1 ...
+    """
+    from proteus_lm.generate import Sampling
+    from proteus_lm.generate import generate as generate_text
+    from proteus_lm.run import Run as OpenRun
+
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, num_beams)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise ValueError("the prompt is empty and gives no token; give at least one character to go on from")
+    no_bars()
+    opened = OpenRun.open(run)
+    print(generate_text(opened.load_model(step, device=choose_device(device)), opened.tokenizer, text, sampling))

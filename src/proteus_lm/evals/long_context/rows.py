@@ -1,0 +1,104 @@
+"""Rows of evaluation sets: local files first (JSON lines or JSON, packed or not), then the Hugging Face hub."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from proteus_lm.evals.suite import MissingData, require_hub
+
+_ENDINGS = (".jsonl.gz", ".jsonl", ".json.gz", ".json")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a set, and where they came from."""
+
+    rows: list[dict[str, Any]]
+    source: str
+
+
+def find_file(data: Path | None, *names: str) -> Path | None:
+    """The first of NAME.jsonl.gz, NAME.jsonl, NAME.json.gz and NAME.json in a folder, for the names in their order."""
+    paths = (data / f"{name}{ending}" for name in names for ending in _ENDINGS) if data is not None else iter(())
+    return next((path for path in paths if path.is_file()), None)
+
+
+def read_rows(path: Path, fields: Iterable[str] = ()) -> Rows:
+    """All rows of a file: JSON lines, one JSON list, or one JSON object as the only row.
+
+    Args:
+        path: .jsonl or .json, .gz or not.
+        fields: that each row must have.
+
+    Raises:
+        ValueError: naming the file and the row, for what is not JSON, not an object, or lacks a field.
+    """
+    content = _text(path)
+    if ".json" in path.suffixes:
+        rows = _json(content, str(path))
+    else:
+        rows = [_json(line, f"{path} line {n}") for n, line in enumerate(content.splitlines(), 1) if line.strip()]
+    rows = [rows] if isinstance(rows, dict) else rows
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{path} holds no rows; give JSON lines, or a JSON list of objects")
+    check_rows(rows, fields, str(path))
+    return Rows(rows, path.name)
+
+
+def check_rows(rows: Sequence[Any], fields: Iterable[str], where: str) -> None:
+    """Every row is an object with these fields.
+
+    Raises:
+        ValueError: naming the row and the field.
+    """
+    wanted = list(fields)
+    for number, row in enumerate(rows):
+        missing = [name for name in wanted if not isinstance(row, dict) or name not in row]
+        if missing or not isinstance(row, dict):
+            raise ValueError(f"{where} row {number} has no field {', '.join(missing) or 'at all'}; it needs {', '.join(wanted)}")
+
+
+def hub_rows(
+    name: str, config: str | None, split: str, *, fields: Iterable[str], remedy: str, offline: bool, limit: int | None = None
+) -> Rows:
+    """Rows of a set on the hub, its first `limit`.
+
+    Args:
+        name, config, split: of the set.
+        fields: that each row must have.
+        remedy: how to give the same data by hand, for the message.
+        offline: the user wants no hub.
+
+    Raises:
+        MissingData: when the hub is not to be asked, cannot be reached, or gives no such rows.
+    """
+    require_hub(f"{name}{f' ({config})' if config else ''}", remedy, offline=offline)
+    import datasets
+
+    try:
+        stream: Any = datasets.load_dataset(name, config, split=split, streaming=True)
+        rows = [dict(row) for row in (stream if limit is None else stream.take(limit))]
+    except Exception as error:  # many kinds: network, no such set, no access, no such split
+        raise MissingData(f"the hub gave no {name}, split {split} ({type(error).__name__}: {error}). {remedy}") from error
+    check_rows(rows, fields, name)
+    return Rows(rows, f"hub {name}" + (f" ({config})" if config else ""))
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text ({error}); give it again") from error
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error})") from error

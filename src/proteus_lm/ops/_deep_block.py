@@ -1,0 +1,356 @@
+"""A run of chunks of an MLP memory in its exact dual form, forward and backward (spec/deep.md 2.1-2.4), for any depth, where the
+open width is the same for all tokens of all these chunks.
+
+Gradients of a chunk's tokens are taken at the weights of the chunk's start; decay, momentum and reads stay exact per token, and no
+token's weights are ever built. Only writes feed the next chunk, so they go chunk by chunk and the reads of all chunks go together.
+
+U = rows times heads, b = tokens of a chunk, V = U times the chunks of the run. Weights and momentum of a layer are one tensor, its
+`pair` (U, 2, n, w), hidden units last: (in, out) of each layer but the last, (out, in) of the last. Then in every layer one side of
+the tokens' part is narrow, n wide (what a layer takes in; of the last layer, the gradient of what it puts out), and the other w.
+Both halves of a pair are worked on in one product: narrow rows are scaled twice and stand side by side, (b, 2 n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from proteus_lm.ops._deep_activation import Pointwise
+
+
+class BlockScales(NamedTuple):
+    """How much of what is in the memory at each chunk's reads and at its end.
+
+    Args:
+        reads: (V, b, 2), of the start's weights and momentum in the weights at each read.
+        less: (V, b, b), of each token's gradient in the weights at each read; negative, as a token goes against it.
+        step: (V, 2, 2), of the start's (weights, momentum), columns, in those of the end, rows.
+        ends: (V, b, 2), of each token's gradient in the weights and in the momentum at the end, to be subtracted.
+    """
+
+    reads: Tensor
+    less: Tensor
+    step: Tensor
+    ends: Tensor
+
+
+class Tape(NamedTuple):
+    """What the backward of a run needs and would be dear to work out again; layers L, of which L - 1 are followed by an activation.
+
+    Args:
+        pairs: (V, 2, n, w) L times, at each chunk's start.
+        x, slope, curve: (V, b, w) L - 1 times, of the write side: f(z), f'(z), and f''(z) times the loss's gradient to f(z).
+        g: (V, b, w) L - 1 times, then (V, b, out), the loss's gradient to what each layer puts out.
+        seen, rise: (V, b, w) L - 1 times, f and f' of the read side.
+        similarity: (V, b, b) L - 1 times, read rows times written rows in the layers behind the first.
+        answers: (V, b, 2 out) once, the last layer's answers by the start's weights and momentum.
+    """
+
+    pairs: Sequence[Tensor]
+    x: Sequence[Tensor]
+    slope: Sequence[Tensor]
+    curve: Sequence[Tensor]
+    g: Sequence[Tensor]
+    seen: Sequence[Tensor]
+    rise: Sequence[Tensor]
+    similarity: Sequence[Tensor]
+    answers: Sequence[Tensor]
+
+    @staticmethod
+    def of(flat: Sequence[Tensor]) -> Tape:
+        """From all its tensors in order."""
+        depth, rest = (len(flat) + 5) // 8, iter(flat)
+        counts = [depth, *[depth - 1] * 3, depth, *[depth - 1] * 3, 1]
+        return Tape(*([next(rest) for _ in range(count)] for count in counts))
+
+    @staticmethod
+    def count(depth: int) -> int:
+        """How many tensors it is."""
+        return 8 * depth - 5
+
+
+class Room:
+    """Scratch tensors by name, the same memory for each block: fresh memory would push everything else out of the caches."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._held: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """A tensor of that shape, in the place of the last of that name; its content is left over."""
+        size = prod(shape)
+        held = self._held.get(name)
+        if held is None or held.numel() < size:
+            held = self._held[name] = self._like.new_empty(size)
+        return held[:size].view(shape)
+
+
+def tape_size(units: int, slots: int, shapes: Sequence[tuple[int, int]]) -> int:
+    """Numbers in the tape of so many units, for pairs of (n, w)."""
+    hidden, (out, width) = len(shapes) - 1, shapes[-1]
+    return units * (2 * sum(n * w for n, w in shapes) + slots * (6 * hidden * width + hidden * slots + 3 * out))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, start: Sequence[Tensor], scales: BlockScales, act: Pointwise, room: Room, *, keep: bool
+) -> tuple[Tensor, list[Tensor], Tape]:
+    """Write and read a run of chunks. q, k (V, b, D), v (V, b, Dv); `start` are the pairs (U, 2, n, w), which stay as they are.
+
+    Returns:
+        y (V, b, Dv), in `room`; the pairs at the run's end; the tape, of no use without `keep`.
+    """
+    depth, units = len(start), len(start[0])
+    rounds, wide = len(k) // units, (*k.shape[:2], start[0].shape[-1])
+    pairs, new = list(start), [torch.empty_like(s) for s in start]
+    if rounds > 1:
+        pairs = [s.new_empty(rounds * units, *s.shape[1:]) for s in start]
+        for pair, first in zip(pairs, start):
+            pair[:units].copy_(first)
+    fresh = (lambda name, *shape: k.new_empty(shape)) if keep else room
+    x, slope, g = ([fresh(f"{name}{layer}", *wide) for layer in range(depth - 1)] for name in ("x", "slope", "g"))
+    curve = [k.new_empty(wide) for _ in x if keep]
+    g.append(fresh("g", *v.shape))
+    inputs = [_taken(k, start), *x]
+    olds = _rounds(pairs, rounds)
+    by_round = zip(olds, [*olds[1:], new], *(_rounds(part, rounds) for part in (inputs, slope, curve, g, [v, *scales])))
+    for old, end, xs, slopes, curves, gs, (values, _, _, step, ends) in by_round:
+        _write(values, old, xs, slopes, curves, gs, act, room)
+        for layer in range(depth):
+            _advance(old[layer], end[layer], *_sides(layer, xs, gs), step, ends, room)
+    y, reading = _read(q, pairs, inputs, g, scales, act, room, keep=keep)
+    return y, new, Tape(pairs, x, slope, curve, g, *reading)
+
+
+def _write(
+    v: Tensor,
+    pairs: Sequence[Tensor],
+    x: Sequence[Tensor],
+    slope: Sequence[Tensor],
+    curve: Sequence[Tensor],
+    g: Sequence[Tensor],
+    act: Pointwise,
+    room: Room,
+) -> None:
+    """Gradients g of 1/2 ||f(k) - v||^2 at a chunk's start weights, x[0] being k; fills the other x and, where given, curve."""
+    depth = len(pairs)
+    for layer in range(depth - 1):
+        z = torch.bmm(x[layer], pairs[layer][:, 0], out=room("z", *slope[layer].shape))
+        act.expand(z, room("spare", 2, *z.shape), x[layer + 1], slope[layer], curve[layer] if curve else None)
+    torch.baddbmm(v, x[-1], pairs[-1][:, 0].mT, beta=-1, out=g[-1])
+    for layer in range(depth - 2, -1, -1):
+        h = torch.bmm(g[layer + 1], _inward(pairs, layer + 1), out=room("z", *g[layer].shape))
+        torch.mul(h, slope[layer], out=g[layer])
+        if curve:
+            curve[layer].mul_(h)
+
+
+def _advance(pair: Tensor, new: Tensor, narrow: Tensor, wide: Tensor, step: Tensor, ends: Tensor, room: Room) -> None:
+    """Bring a pair from a chunk's start to its end, into `new`."""
+    torch.bmm(step, pair.flatten(2), out=new.flatten(2))
+    new.flatten(1, 2).baddbmm_(_twice(narrow, ends, room, "twice").mT, wide, alpha=-1)
+
+
+def _read(
+    q: Tensor,
+    pairs: Sequence[Tensor],
+    x: Sequence[Tensor],
+    g: Sequence[Tensor],
+    scales: BlockScales,
+    act: Pointwise,
+    room: Room,
+    *,
+    keep: bool,
+) -> tuple[Tensor, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]:
+    """What the memory answers to q with each token's own weights, layer by layer: decay (x W) + carry (x S) - (mix o x X^T) G."""
+    fresh = (lambda name, *shape: q.new_empty(shape)) if keep else room
+    seen, rise, similarity = [_taken(q, pairs)], [], []
+    alike, (out, wide), depth = scales.less.shape, pairs[-1].shape[-2:], len(pairs)
+    for layer, pair in enumerate(pairs):
+        similarity.append(torch.bmm(seen[-1], x[layer].mT, out=fresh(f"similarity{layer}", *alike)))
+        mixed = torch.mul(similarity[-1], scales.less, out=room("mixed", *alike))
+        if layer == depth - 1:
+            answers = torch.bmm(seen[-1], pair.flatten(1, 2).mT, out=fresh("answers", *alike[:2], 2 * out))
+            y = _once(answers, scales.reads, room, "y").baddbmm_(mixed, g[-1])
+            return y, (seen[1:], rise, similarity[1:], [answers])
+        z = torch.bmm(_twice(seen[-1], scales.reads, room, "twice"), pair.flatten(1, 2), out=room("z", *alike[:2], wide))
+        z.baddbmm_(mixed, g[layer])
+        seen.append(fresh(f"seen{layer}", *z.shape))
+        rise += [torch.empty_like(z)] if keep else []
+        act.expand(z, room("spare", 2, *z.shape), seen[-1], rise[-1] if keep else None)
+    raise AssertionError("a memory has at least one layer")
+
+
+class Gradients(NamedTuple):
+    """What `backward` gives: to the tokens (of q and k, what the first layer takes in) and to the start's pairs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pairs: list[Tensor]
+
+
+def backward(
+    grad: Tensor,
+    to_pairs: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    tape: Tape,
+    scales: BlockScales,
+    totals: BlockScales,
+    room: Room,
+) -> Gradients:
+    """Adjoint of `forward`. What is with respect to the tokens lies in `room`.
+
+    Args:
+        grad: (V, b, Dv), with respect to y.
+        to_pairs: (U, 2, n, w), with respect to the pairs at the end.
+        totals: where to put what is with respect to the scales; zeros, but for `less`.
+    """
+    depth, units = len(to_pairs), len(to_pairs[0])
+    rounds = len(k) // units
+    x = [_taken(k, to_pairs), *tape.x]
+    to_q, to_x, to_g, added = _read_backward(grad, q, x, tape, scales, totals, room)
+    narrow = [_sides(layer, x, tape.g)[0] for layer in range(depth)]
+    twice = [_twice(rows, scales.ends, room, f"ends{layer}") for layer, rows in enumerate(narrow)]
+    products = [room(f"products{layer}", *t.shape) for layer, t in enumerate(twice)]
+    gates = [*scales.ends.split(1, -1), scales.step, totals.step]
+    parts = (tape.pairs, x, tape.slope, tape.curve, tape.g, to_x, to_g, twice, products, [t for pair in added for t in pair], gates)
+    by_round = list(zip(*(_rounds(part, rounds) for part in parts)))
+    for old, xs, slopes, curves, gs, to_xs, to_gs, scaled, ended, reads, (end, end_momentum, step, to_step) in reversed(by_round):
+        starts = []
+        for layer, to_new in enumerate(to_pairs):
+            wide, (to_narrow, to_wide) = _sides(layer, xs, gs)[1], _sides(layer, to_xs, to_gs)
+            flat, halves = to_new.flatten(1, 2), to_new.flatten(2)
+            torch.bmm(wide, flat.mT, out=ended[layer])
+            left, right = ended[layer].chunk(2, -1)
+            to_narrow.addcmul_(left, end, value=-1).addcmul_(right, end_momentum, value=-1)
+            to_wide.baddbmm_(scaled[layer], flat, alpha=-1)
+            to_step.baddbmm_(halves, old[layer].flatten(2).mT)
+            starts.append(step.mT.bmm(halves).view_as(to_new))
+            starts[-1].flatten(1, 2).baddbmm_(reads[2 * layer].mT, reads[2 * layer + 1])
+        _write_backward(to_xs, to_gs, starts, old, xs, slopes, curves, gs, room)
+        to_pairs = starts
+    for rows, product in zip(narrow, products):
+        _add_dots(totals.ends, product, rows, -1, room)
+    return Gradients(to_q, to_x[0], to_g[-1].neg_(), list(to_pairs))
+
+
+def _read_backward(
+    grad: Tensor, q: Tensor, x: Sequence[Tensor], tape: Tape, scales: BlockScales, totals: BlockScales, room: Room
+) -> tuple[Tensor, list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Adjoint of `_read`: gradients to q, x and g, and for each layer the rows whose product is that to its pair."""
+    depth, reads = len(tape.pairs), scales.reads
+    seen = [_taken(q, tape.pairs), *tape.seen]
+    to_x: list[Tensor] = [grad] * depth
+    to_g: list[Tensor] = [grad] * depth
+    added = [(grad, grad)] * depth
+    alike = scales.less.shape
+    for layer in range(depth - 1, -1, -1):
+        now, g, flat = seen[layer], tape.g[layer], tape.pairs[layer].flatten(1, 2)
+        similarity = tape.similarity[layer - 1] if layer else torch.bmm(now, x[0].mT, out=room("similarity", *alike))
+        to_mixed = torch.bmm(grad, g.mT, out=room("to_mixed", *alike))
+        if layer == depth - 1:
+            torch.mul(to_mixed, similarity, out=totals.less)
+            _add_dots(totals.reads, tape.answers[0], grad, 1, room)
+            added[layer] = _twice(grad, reads, room, f"added{layer}"), now
+            to_now = torch.bmm(added[layer][0], flat, out=room(f"to_seen{layer}", *now.shape))
+        else:
+            totals.less.addcmul_(to_mixed, similarity)
+            to_rows = torch.bmm(grad, flat.mT, out=room("to_rows", *alike[:2], flat.shape[1]))
+            _add_dots(totals.reads, to_rows, now, 1, room)
+            added[layer] = _twice(now, reads, room, f"added{layer}"), grad
+            to_now = _once(to_rows, reads, room, f"to_seen{layer}")
+        mixed = torch.mul(similarity, scales.less, out=room("mixed", *alike))
+        to_g[layer] = torch.bmm(mixed.mT, grad, out=room(f"to_g{layer}", *g.shape))
+        to_mixed.mul_(scales.less)
+        to_x[layer] = torch.bmm(to_mixed.mT, now, out=room(f"to_x{layer}", *now.shape))
+        grad = to_now.baddbmm_(to_mixed, x[layer])
+        if layer:
+            grad.mul_(tape.rise[layer - 1])
+    return grad, to_x, to_g, added
+
+
+def _write_backward(
+    to_x: Sequence[Tensor],
+    to_g: Sequence[Tensor],
+    to_pairs: Sequence[Tensor],
+    pairs: Sequence[Tensor],
+    x: Sequence[Tensor],
+    slope: Sequence[Tensor],
+    curve: Sequence[Tensor],
+    g: Sequence[Tensor],
+    room: Room,
+) -> None:
+    """Adjoint of one chunk's write side, in place: adds to `to_pairs`. The first loop is the second order part: the way into the
+    inner gradients."""
+    depth, last = len(pairs), to_g[-1]
+    to_weights = [room(f"to_weights{layer}", *pair[:, 0].shape) for layer, pair in enumerate(pairs)]
+    for layer in range(depth - 1):
+        to_h = torch.mul(to_g[layer], slope[layer], out=room("z", *slope[layer].shape))
+        to_g[layer].mul_(curve[layer])  # now the gradient to z
+        to_g[layer + 1].baddbmm_(to_h, _inward(pairs, layer + 1).mT)
+        left, right = (g[layer + 1], to_h) if layer + 2 == depth else (to_h, g[layer + 1])
+        torch.bmm(left.mT, right, out=to_weights[layer + 1])
+    to_x[-1].baddbmm_(last, pairs[-1][:, 0])
+    _add_product(to_weights, depth - 1, last, x[-1])
+    for layer in range(depth - 2, -1, -1):
+        to_g[layer].addcmul_(to_x[layer + 1], slope[layer])
+        to_x[layer].baddbmm_(to_g[layer], pairs[layer][:, 0].mT)
+        _add_product(to_weights, layer, x[layer], to_g[layer])
+    for pair, weight in zip(to_pairs, to_weights):
+        pair[:, 0].add_(weight)
+
+
+def _add_product(totals: Sequence[Tensor], layer: int, left: Tensor, right: Tensor) -> None:
+    """Add left^T right to a layer's total, which the first layer has not yet."""
+    if layer:
+        totals[layer].baddbmm_(left.mT, right)
+    else:
+        torch.bmm(left.mT, right, out=totals[layer])
+
+
+def _sides(layer: int, x: Sequence[Tensor], g: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The narrow and the wide side of a layer, of what it takes in and the gradients of what it puts out."""
+    return (g[layer], x[layer]) if layer + 1 == len(g) else (x[layer], g[layer])
+
+
+def _inward(pairs: Sequence[Tensor], layer: int) -> Tensor:
+    """Weights (out, in) of a layer, by which a gradient goes back."""
+    weight = pairs[layer][:, 0]
+    return weight if layer + 1 == len(pairs) else weight.mT
+
+
+def _taken(rows: Tensor, pairs: Sequence[Tensor]) -> Tensor:
+    """What the first layer takes in of q or k: all of it, or what is open where a single layer's rows are scheduled."""
+    return rows if len(pairs) > 1 else rows[..., : pairs[0].shape[-1]]
+
+
+def _rounds(parts: Sequence[Tensor], rounds: int) -> Sequence[Sequence[Tensor]]:
+    """Tensors (V, ...) as those of each chunk, (U, ...)."""
+    return list(zip(*(t.chunk(rounds) for t in parts))) if parts else [()] * rounds
+
+
+def _twice(rows: Tensor, scales: Tensor, room: Room, name: str) -> Tensor:
+    """Rows (V, b, n) scaled by each of (V, b, 2), side by side, in `room`."""
+    n = rows.shape[-1]
+    out = room(name, *rows.shape[:-1], 2 * n)
+    torch.mul(rows, scales[..., :1], out=out[..., :n])
+    torch.mul(rows, scales[..., 1:], out=out[..., n:])
+    return out
+
+
+def _once(rows: Tensor, scales: Tensor, room: Room, name: str) -> Tensor:
+    """Adjoint of `_twice` with respect to the rows: the two halves of (V, b, 2 n), scaled and added, in `room`."""
+    n = rows.shape[-1] // 2
+    out = room(name, *rows.shape[:-1], n)
+    return torch.mul(rows[..., :n], scales[..., :1], out=out).addcmul_(rows[..., n:], scales[..., 1:])
+
+
+def _add_dots(total: Tensor, rows: Tensor, single: Tensor, sign: int, room: Room) -> None:
+    """Add to (V, b, 2) the adjoint of `_twice` with respect to the scales, from rows (V, b, 2 n), times the sign."""
+    for column, half in zip(total.unbind(-1), rows.chunk(2, -1)):
+        column.add_(torch.mul(half, single, out=room("dots", *single.shape)).sum(-1), alpha=sign)

@@ -1,0 +1,160 @@
+"""What suites share: scores that say why they are missing, results kept whole, choices checked, a hub asked only if it is there."""
+
+import json
+import math
+import socket
+import time
+
+import pytest
+
+from proteus_lm.evals import hub
+from proteus_lm.evals.suite import SUITES, MissingData, Score, SuiteOptions, SuiteResult, require_hub
+
+RESULT = SuiteResult(
+    suite="table1",
+    model="runs/a",
+    command="proteus eval runs/a --suite table1",
+    scores=(
+        Score("piqa", "acc", 71.5, 1.05, 1838, 0, "1.0", "baber/piqa"),
+        Score("wikitext", "word_perplexity", math.inf, math.nan, 62, 3, "2.0", "file", note="three"),
+        Score.not_run("boolq", "acc", "no file"),
+    ),
+    extra={"versions": {"torch": "2"}, "rows": [1.5, -math.inf, None], "samples": {"piqa": (0, 1)}},
+)
+
+
+def test_a_result_comes_back_from_its_file_as_it_was(tmp_path):
+    path = tmp_path / "new" / "table1.json"
+    RESULT.save(path)
+    back = SuiteResult.load(path)
+    assert back.scores[0] == RESULT.scores[0]
+    assert back.scores[1].value == math.inf and math.isnan(back.scores[1].stderr)
+    assert back.scores[2] == RESULT.scores[2]
+    assert (back.suite, back.model, back.command) == (RESULT.suite, RESULT.model, RESULT.command)
+    assert back.extra == {"versions": {"torch": "2"}, "rows": [1.5, "-inf", None], "samples": {"piqa": [0, 1]}}
+
+
+def test_the_file_is_strict_json(tmp_path):
+    RESULT.save(tmp_path / "a.json")
+    json.loads((tmp_path / "a.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_a_failed_save_leaves_the_older_file(tmp_path):
+    path = tmp_path / "a.json"
+    RESULT.save(path)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        SuiteResult("s", "m", "c", (), {"not": object()}).save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"suite": "a"}', '{"suite": "a", "model": "", "command": "", "scores": [{}], "extra": {}}']
+)
+def test_a_file_that_is_no_result_is_an_error(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=r"is not JSON|is not the result of a suite"):
+        SuiteResult.load(tmp_path / "a.json")
+
+
+def test_a_score_is_found_by_task_and_metric():
+    assert RESULT.score("piqa", "acc").count == 1838
+    with pytest.raises(KeyError, match=r"no f1 of piqa in table1; it has piqa acc, wikitext word_perplexity, boolq acc"):
+        RESULT.score("piqa", "f1")
+
+
+def test_a_score_that_was_not_run_has_no_value_and_a_reason():
+    score = RESULT.scores[2]
+    assert (score.value, score.stderr, score.count, score.truncated, score.note) == (None, None, 0, 0, "no file")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit": 0}, "limit is 0"),
+        ({"samples": -1}, "samples is -1"),
+        ({"lengths": (4096, 0)}, "length 0 is 0"),
+        ({"data": "absent"}, "no folder absent; give the folder"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        SuiteOptions(**options)
+
+
+def test_tasks_are_chosen_in_the_suite_s_order():
+    assert SuiteOptions().chosen(("a", "b")) == ("a", "b")
+    assert SuiteOptions(tasks=("c", "a")).chosen(("a", "b", "c")) == ("a", "c")
+    with pytest.raises(ValueError, match=r"no task d in this suite; it has a, b"):
+        SuiteOptions(tasks=("d",)).chosen(("a", "b"))
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_suite_has_a_home(name):
+    """Each is a function of its module; found without running it."""
+    import importlib
+
+    from proteus_lm.evals.suite import _HOMES
+
+    assert callable(getattr(importlib.import_module(f"proteus_lm.evals.{_HOMES[name]}"), name))
+
+
+# The hub.
+
+
+@pytest.fixture
+def free(monkeypatch):
+    for name in (*hub._OFFLINE, *hub._PROXIES, "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", hub._OFFLINE)
+def test_the_environment_can_forbid_the_hub(name, free):
+    free.setenv(name, "1")
+    free.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("the network was asked"))
+    with pytest.raises(MissingData, match=f"the list is not here, and the hub was not asked: {name} is set. Give a file."):
+        require_hub("the list", "Give a file.")
+
+
+def test_a_variable_set_to_no_forbids_nothing(free):
+    free.setenv("HF_HUB_OFFLINE", "0")
+    free.setattr(socket, "create_connection", lambda *a, **k: socket.socket())
+    require_hub("the list", "Give a file.")
+
+
+def test_a_hub_without_a_route_is_known_at_once(free):
+    free.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    with pytest.raises(MissingData, match=r"the hub \(127\.0\.0\.1\) cannot be reached: .*refused.* Give a file\."):
+        require_hub("the list", "Give a file.")
+
+
+def test_a_hub_that_answers_is_asked(free):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        require_hub("the list", "Give a file.")
+
+
+def test_a_name_that_never_resolves_does_not_hang(free):
+    """The look-up of a name has no timeout of its own."""
+
+    def slow(*args, **kwargs):
+        time.sleep(1)
+        raise OSError("no such name")
+
+    free.setattr(hub, "TIMEOUT", 0.05)
+    free.setattr(socket, "create_connection", slow)
+    with pytest.raises(MissingData, match=r"did not answer within 0\.05 s"):
+        require_hub("the list", "Give a file.")
+
+
+def test_behind_a_proxy_the_request_itself_must_tell(free):
+    free.setenv("HTTPS_PROXY", "http://proxy:3128")
+    free.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("connected past the proxy"))
+    require_hub("the list", "Give a file.")
+
+
+def test_the_user_can_forbid_the_hub(free):
+    with pytest.raises(MissingData, match="offline was asked for"):
+        require_hub("the list", "Give a file.", offline=True)
