@@ -176,7 +176,7 @@ def test_no_stories_say_how_to_give_them(tmp_path):
     with pytest.raises(MissingData, match=r"stories of qa7 are not here.*babi_qa1_10_test.jsonl.gz"):
         load_stories("qa7", tmp_path)
     result = babilong(Says(lambda text: ""), SuiteOptions(lengths=(2000,), tasks=("qa1",)))
-    assert result.scores[0].value is None and "give --data DIR" in result.scores[0].note
+    assert result.scores[0].value is None and "Give --data DIR" in result.scores[0].note
 
 
 # The suite.

@@ -263,6 +263,11 @@ def test_the_limit_takes_the_first_samples_and_the_error_is_that_of_their_mean(t
     assert len(stub.seen) == 8
 
 
+def test_nothing_is_printed(tmp_path, bytes_of, capfd):
+    table1(Stub(bytes_of, True), SuiteOptions(data=write(tmp_path, made_rows())))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_versions_settings_and_command_are_kept(tmp_path, bytes_of):
     from importlib import metadata
 

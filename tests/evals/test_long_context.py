@@ -3,10 +3,22 @@
 import gzip
 import json
 
+import huggingface_hub
 import pytest
 
-from proteus_lm.evals import suite
-from proteus_lm.evals.long_context import Haystack, NoRoom, Question, ask, fit, hub_rows, load_haystack, read_rows, score_of
+from proteus_lm.data.python_docs import PythonDocs
+from proteus_lm.evals.long_context import (
+    Haystack,
+    NoRoom,
+    Question,
+    ask,
+    fit,
+    haystack,
+    hub_rows,
+    load_haystack,
+    read_rows,
+    score_of,
+)
 from proteus_lm.evals.long_context.rows import find_file
 from proteus_lm.evals.suite import MissingData
 
@@ -89,10 +101,22 @@ def test_a_user_gives_text_in_several_ways(tmp_path):
         load_haystack(tmp_path / "x")
 
 
-def test_the_default_text_is_in_every_python(tmp_path):
-    text = load_haystack(None)
-    assert text.source == "pydoc" and text.words > 100_000 and text.sentences > 5000
-    assert load_haystack(tmp_path) is text  # a folder without any
+def test_the_default_text_is_pythons_documentation(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").write_text('"""What a module does.\n\nIt says so."""\n')
+    monkeypatch.setattr(haystack, "PythonDocs", lambda: PythonDocs(tmp_path / "lib"))
+    haystack._pydoc.cache_clear()
+    try:
+        text = load_haystack(None)
+        assert text.source == "pydoc" and text.text(0, text.words) == "a What a module does. It says so."
+        (tmp_path / "data").mkdir()
+        assert load_haystack(tmp_path / "data") is text  # a folder without any
+        haystack._pydoc.cache_clear()
+        monkeypatch.setattr(haystack, "PythonDocs", lambda: PythonDocs(tmp_path / "data"))
+        with pytest.raises(MissingData, match=r"no sources of its standard library.*give text in --data DIR"):
+            load_haystack(None)
+    finally:
+        haystack._pydoc.cache_clear()
 
 
 # Rows.
@@ -146,13 +170,25 @@ def test_the_hubs_rows_are_taken_or_missed_with_the_remedy(monkeypatch):
         ask_hub()
 
 
-def test_offline_asks_nobody(monkeypatch):
-    monkeypatch.setattr(suite, "require_hub", suite.require_hub)
+def test_offline_only_the_cache_is_looked_at(monkeypatch):
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("the hub was asked"))
-    with pytest.raises(MissingData, match=r"offline was asked for"):
-        hub_rows("a/b", None, "test", fields=(), remedy="Give it.", offline=True)
+    def ask_hub(**options):
+        return hub_rows("a/b", None, "test", fields=("text",), remedy="Give it.", offline=True, **options)
+
+    def load(name, config, *, split, streaming=False):
+        assert datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE and not streaming
+        if missing:
+            raise ConnectionError("offline")
+        return [{"text": "0"}, {"text": "1"}]
+
+    before, missing = datasets.config.HF_HUB_OFFLINE, False
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert [row["text"] for row in ask_hub().rows] == ["0", "1"] and len(ask_hub(limit=1).rows) == 1
+    missing = True
+    with pytest.raises(MissingData, match=r"a/b is not here, .*offline was asked for.* Give it\."):
+        ask_hub()
+    assert before == datasets.config.HF_HUB_OFFLINE
 
 
 # Asking.

@@ -24,7 +24,7 @@ MODELS["titans-4"]["theta_scale"] = 0.5  # with 1 its memory diverged, and parit
 
 
 def learn(task: Callable[[int, int, int], Task], vocabulary: int, length: int, steps: int, width: int, batch: int, **fields):
-    """Accuracy on 256 new texts at the positions trained on, and at those from `length` to twice that (4,096 answers each: ± 0.008)."""
+    """Accuracy on 256 new texts at the positions trained on, and from `length` to twice that (4,096 answers or half: ± 0.01)."""
     torch.manual_seed(0)
     shape = {"hidden_size": width, "num_heads": 2, "num_hidden_layers": 1, "intermediate_size": 2 * width}
     model = ProteusForCausalLM(ProteusConfig(vocab_size=vocabulary, memory_context=length, **shape, **fields)).train()
@@ -49,5 +49,34 @@ def learn_parity(name: str) -> tuple[float, float]:
 
 
 def learn_permutations(name: str) -> tuple[float, float]:
-    """After 1,500 batches of 64 texts of 8 permutations of five; chance is 1 / 120."""
-    return learn(permutations, 120, 8, 1500, 64, 64, **MODELS[name])
+    """After 600 batches of 64 texts of 8 permutations of five; chance is 1 / 120."""
+    return learn(permutations, 120, 8, 600, 64, 64, **MODELS[name])
+
+
+every = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.mark.slow
+@every
+def test_parity_is_learned_and_linear_rules_do_not_carry_it_further(name, record_property):
+    short, longer = learn_parity(name)
+    record_property("accuracy", (short, longer))
+    assert short >= 0.7, f"{name}: {short:.3f} where it was trained, chance 0.5, wanted 0.7"  # the worst measured: 0.76
+    if name in LINEAR:  # measured: 0.50 to 0.58. Their transitions have no negative eigenvalue, so none can flip a bit for ever
+        assert longer <= 0.65, f"{name}: {longer:.3f} on texts twice as long: a linear rule tracks parity after all; mend the page"
+
+
+@pytest.mark.slow
+def test_a_titans_memory_of_two_layers_carries_parity_further_than_it_was_trained():
+    short, longer = learn_parity("titans-2")
+    assert short >= 0.9, f"{short:.3f} where it was trained, wanted 0.9"  # measured: 0.97
+    assert longer >= 0.7, f"{longer:.3f} on texts twice as long, chance 0.5, wanted 0.7"  # measured: 0.80
+
+
+@pytest.mark.slow
+@every
+def test_permutations_of_five_are_learned_above_their_first_token(name, record_property):
+    """The first answer is the first token; a model that knows no product gets that one and 1 / 120 of the others: 0.13."""
+    short, longer = learn_permutations(name)
+    record_property("accuracy", (short, longer))
+    assert short >= 0.15, f"{name}: {short:.3f} where it was trained, {longer:.3f} beyond; wanted 0.15"

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import gelu
 
-from proteus_lm.ops import TitansState, reference, titans_memory, titans_weights
+from proteus_lm.ops import TitansState, _deep_scan, reference, titans_memory, titans_weights
 from proteus_lm.ops._deep_activation import POINTWISE
-from proteus_lm.ops._deep_scan import GROUP, titans_scan
+from proteus_lm.ops._deep_scan import titans_scan
+from proteus_lm.ops._deep_walk import GROUP
 from proteus_lm.ops.memory_activations import memory_function
 from tests.ops import vectors
 from tests.ops.deep_cases import (
@@ -164,13 +165,33 @@ def test_backward_equals_autograd_through_the_dual_form():
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
-def test_states_saved_for_the_backward_are_enough_for_many_chunks():
+@pytest.mark.parametrize("kept", [0, 20_000, 1 << 28], ids=["nothing", "the first groups", "all"])
+def test_what_is_kept_for_the_backward_is_enough_for_many_chunks(kept, monkeypatch):
     """More chunks than lie between saved states, with unlocks in between, for rows that end in different chunks."""
+    monkeypatch.setattr(_deep_scan, "KEPT", kept)
     tokens = 3 * 2 * GROUP + 5
     case = make(1, tokens, rows=3, heads=1, grad=True)
     bounds = torch.tensor([0, 7, 7 + 2 * GROUP, tokens])
     activation = schedule(5, 40).activation(HIDDEN, tokens, cu_seqlens=bounds)
     compare(case, [*case.tokens, *case.weights], chunk=2, activation=activation, cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_memory_kept_for_the_backward_stays_within_its_limit(depth, monkeypatch):
+    case = make(2, 2 * 3 * GROUP, depth=depth, grad=True)
+    activation = schedule(3, 60).activation(case.units, 2 * 3 * GROUP)
+
+    def kept(limit: int) -> int:
+        monkeypatch.setattr(_deep_scan, "KEPT", limit)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            titans_memory(*case.tokens, case.weights, chunk=2, activation=activation)
+        return sum(sizes)
+
+    least, most = kept(0), kept(1 << 28)
+    limit = (most - least) // 2
+    gates = 2 * (2 + 1) * (2 * 2 * 3 * GROUP) * (2 + 2) * 8  # (chunk + 1, units, chunk + 2) twice
+    assert least < kept(limit) <= least + limit + gates < most
 
 
 @settings(max_examples=25, deadline=None)
@@ -372,7 +393,7 @@ def test_activations_and_their_derivatives_are_those_of_the_oracle(name):
     # f'' has p (1 - p), of a p near 1 with its rounding of 1e-16, times z u'^2, which is 1.5e3 at z = 8.
     torch.testing.assert_close(function.bend(g, z), g * curvature, rtol=0, atol=2e-13)
     expanded = [torch.empty_like(z) for _ in range(3)]
-    function.expand(z.clone(), z.new_empty(2, *z.shape), *expanded)
+    function.expand(z.clone(), *expanded)
     for ours, right in zip(expanded, (function.value(z), function.slope(torch.ones_like(z), z))):
         torch.testing.assert_close(ours, right, rtol=0, atol=1e-14)
 

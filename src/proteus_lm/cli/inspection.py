@@ -21,6 +21,7 @@ def examine(
     looks: int = 8,
     seed: int = 0,
     rows: int = 64,
+    task_length: int | None = None,
     device: Device = "auto",
     out: Path | None = None,
     json: bool = False,
@@ -41,6 +42,7 @@ def examine(
         looks: Places at which the pairs are asked for.
         seed: Of the pairs.
         rows: New rows of a synthetic task.
+        task_length: Tokens of those rows, such as 8191; by default as the run was trained.
         device: auto (CUDA where there is one), cpu, cuda, cuda:1 ...
         out: Folder for inspect.md, .html, .json and the pictures; by default RUN/inspect.
         json: Print the JSON instead of the tables.
@@ -48,6 +50,6 @@ def examine(
     from proteus_lm.report.inspect import Look, inspect_run
 
     no_bars()
-    look = Look(step, split, length, windows, pairs, looks, seed, rows, choose_device(device))
+    look = Look(step, split, length, windows, pairs, looks, seed, rows, task_length, choose_device(device))
     found = inspect_run(run, out or run / "inspect", look, made_by=command_line())
     print_json(found.raw) if json else print(found.text)

@@ -33,17 +33,17 @@ def synthesize(
         task: mqar or stream.
         out: Folder to write, as proteus prepare writes it, with task.json.
         length: Tokens of a row; train with data.context = length + 1 and data.allow_short_documents. By default 16 (mqar) or
-            8191 (stream).
+            511 (stream).
         pairs: Pairs of a row, or different keys of a stream. By default 4 (mqar), 16 (stream).
         vocab: Tokens: half of them keys, half values. By default 16 (mqar), 64 (stream).
-        rows: Rows in all. By default 20000 (mqar), 400 (stream).
+        rows: Rows in all. By default 20000 (mqar), 4000 (stream).
         seed: Of the rows.
         overwrite: Replace prepared data that is there already.
     """
     from proteus_lm.data.synthesize import TaskSpec
     from proteus_lm.data.synthesize import synthesize as make
 
-    usual = {"mqar": (16, 4, 16, 20000), "stream": (8191, 16, 64, 400)}[task]
+    usual = {"mqar": (16, 4, 16, 20000), "stream": (511, 16, 64, 4000)}[task]
     given = (length, pairs, vocab, rows)
     sizes = [value if value is not None else default for value, default in zip(given, usual)]
     spec = TaskSpec(task, *sizes, seed=seed)

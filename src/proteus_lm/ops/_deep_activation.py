@@ -35,23 +35,23 @@ class Pointwise(NamedTuple):
     def bend(self, g: Tensor, z: Tensor) -> Tensor:
         """g f''(z), which the gradient of that gradient needs."""
         slope, bend = torch.empty_like(z), torch.empty_like(z)
-        self.expand(z.clone(), z.new_empty(2, *z.shape), torch.empty_like(z), slope, bend)
+        self.expand(z.clone(), torch.empty_like(z), slope, bend)
         return bend.mul_(g)
 
-    def expand(self, z: Tensor, spare: Tensor, value: Tensor, slope: Tensor | None = None, bend: Tensor | None = None) -> None:
+    def expand(self, z: Tensor, value: Tensor, slope: Tensor | None = None, bend: Tensor | None = None) -> None:
         """Put f(z) into `value`, f'(z) into `slope` and f''(z) into `bend` where given (bend with slope only), in few passes over
-        memory and little of it: z is used up, and `spare`, of the shape of two z, is written over.
+        memory and little of it: z is used up.
 
             f' = p + p (1 - p) z u'
             f'' = p (1 - p) (u' (4 + (1 - 2p) z u') - 2 scale),    as 2 u' + z u'' = 4 u' - 2 scale
         """
         rise = scale = z.new_full((), self.scale)
         if self.cubic:
-            square = torch.mul(z, z, out=spare[0])
-            p = torch.add(scale, square, alpha=self.scale * self.cubic, out=spare[1]).mul_(z).sigmoid_()
+            square = z * z
+            p = torch.add(scale, square, alpha=self.scale * self.cubic).mul_(z).sigmoid_()
             rise = square if slope is None else torch.add(scale, square, alpha=3 * self.scale * self.cubic, out=square)
         else:
-            p = torch.sigmoid(z, out=spare[1])
+            p = z.sigmoid()
         torch.mul(z, p, out=value)
         if slope is None:
             return

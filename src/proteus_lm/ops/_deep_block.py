@@ -13,7 +13,6 @@ Both halves of a pair are worked on in one product: narrow rows are scaled twice
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -73,22 +72,6 @@ class Tape(NamedTuple):
         return 8 * depth - 5
 
 
-class Room:
-    """Scratch tensors by name, the same memory for each block: fresh memory would push everything else out of the caches."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._held: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        """A tensor of that shape, in the place of the last of that name; its content is left over."""
-        size = prod(shape)
-        held = self._held.get(name)
-        if held is None or held.numel() < size:
-            held = self._held[name] = self._like.new_empty(size)
-        return held[:size].view(shape)
-
-
 def tape_size(units: int, slots: int, shapes: Sequence[tuple[int, int]]) -> int:
     """Numbers in the tape of so many units, for pairs of (n, w)."""
     hidden, (out, width) = len(shapes) - 1, shapes[-1]
@@ -96,12 +79,12 @@ def tape_size(units: int, slots: int, shapes: Sequence[tuple[int, int]]) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, start: Sequence[Tensor], scales: BlockScales, act: Pointwise, room: Room, *, keep: bool
+    q: Tensor, k: Tensor, v: Tensor, start: Sequence[Tensor], scales: BlockScales, act: Pointwise, *, keep: bool
 ) -> tuple[Tensor, list[Tensor], Tape]:
     """Write and read a run of chunks. q, k (V, b, D), v (V, b, Dv); `start` are the pairs (U, 2, n, w), which stay as they are.
 
     Returns:
-        y (V, b, Dv), in `room`; the pairs at the run's end; the tape, of no use without `keep`.
+        y (V, b, Dv); the pairs at the run's end; the tape, of which `curve` is missing without `keep`.
     """
     depth, units = len(start), len(start[0])
     rounds, wide = len(k) // units, (*k.shape[:2], start[0].shape[-1])
@@ -110,18 +93,17 @@ def forward(
         pairs = [s.new_empty(rounds * units, *s.shape[1:]) for s in start]
         for pair, first in zip(pairs, start):
             pair[:units].copy_(first)
-    fresh = (lambda name, *shape: k.new_empty(shape)) if keep else room
-    x, slope, g = ([fresh(f"{name}{layer}", *wide) for layer in range(depth - 1)] for name in ("x", "slope", "g"))
+    x, slope, g = ([k.new_empty(wide) for _ in range(depth - 1)] for _ in range(3))
     curve = [k.new_empty(wide) for _ in x if keep]
-    g.append(fresh("g", *v.shape))
+    g.append(torch.empty_like(v))
     inputs = [_taken(k, start), *x]
     olds = _rounds(pairs, rounds)
     by_round = zip(olds, [*olds[1:], new], *(_rounds(part, rounds) for part in (inputs, slope, curve, g, [v, *scales])))
     for old, end, xs, slopes, curves, gs, (values, _, _, step, ends) in by_round:
-        _write(values, old, xs, slopes, curves, gs, act, room)
+        _write(values, old, xs, slopes, curves, gs, act)
         for layer in range(depth):
-            _advance(old[layer], end[layer], *_sides(layer, xs, gs), step, ends, room)
-    y, reading = _read(q, pairs, inputs, g, scales, act, room, keep=keep)
+            _advance(old[layer], end[layer], *_sides(layer, xs, gs), step, ends)
+    y, reading = _read(q, pairs, inputs, g, scales, act, keep=keep)
     return y, new, Tape(pairs, x, slope, curve, g, *reading)
 
 
@@ -133,55 +115,41 @@ def _write(
     curve: Sequence[Tensor],
     g: Sequence[Tensor],
     act: Pointwise,
-    room: Room,
 ) -> None:
     """Gradients g of 1/2 ||f(k) - v||^2 at a chunk's start weights, x[0] being k; fills the other x and, where given, curve."""
     depth = len(pairs)
     for layer in range(depth - 1):
-        z = torch.bmm(x[layer], pairs[layer][:, 0], out=room("z", *slope[layer].shape))
-        act.expand(z, room("spare", 2, *z.shape), x[layer + 1], slope[layer], curve[layer] if curve else None)
+        act.expand(x[layer].bmm(pairs[layer][:, 0]), x[layer + 1], slope[layer], curve[layer] if curve else None)
     torch.baddbmm(v, x[-1], pairs[-1][:, 0].mT, beta=-1, out=g[-1])
     for layer in range(depth - 2, -1, -1):
-        h = torch.bmm(g[layer + 1], _inward(pairs, layer + 1), out=room("z", *g[layer].shape))
+        h = g[layer + 1].bmm(_inward(pairs, layer + 1))
         torch.mul(h, slope[layer], out=g[layer])
         if curve:
             curve[layer].mul_(h)
 
 
-def _advance(pair: Tensor, new: Tensor, narrow: Tensor, wide: Tensor, step: Tensor, ends: Tensor, room: Room) -> None:
+def _advance(pair: Tensor, new: Tensor, narrow: Tensor, wide: Tensor, step: Tensor, ends: Tensor) -> None:
     """Bring a pair from a chunk's start to its end, into `new`."""
     torch.bmm(step, pair.flatten(2), out=new.flatten(2))
-    new.flatten(1, 2).baddbmm_(_twice(narrow, ends, room, "twice").mT, wide, alpha=-1)
+    new.flatten(1, 2).baddbmm_(_twice(narrow, ends).mT, wide, alpha=-1)
 
 
 def _read(
-    q: Tensor,
-    pairs: Sequence[Tensor],
-    x: Sequence[Tensor],
-    g: Sequence[Tensor],
-    scales: BlockScales,
-    act: Pointwise,
-    room: Room,
-    *,
-    keep: bool,
+    q: Tensor, pairs: Sequence[Tensor], x: Sequence[Tensor], g: Sequence[Tensor], scales: BlockScales, act: Pointwise, *, keep: bool
 ) -> tuple[Tensor, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]:
     """What the memory answers to q with each token's own weights, layer by layer: decay (x W) + carry (x S) - (mix o x X^T) G."""
-    fresh = (lambda name, *shape: q.new_empty(shape)) if keep else room
     seen, rise, similarity = [_taken(q, pairs)], [], []
-    alike, (out, wide), depth = scales.less.shape, pairs[-1].shape[-2:], len(pairs)
-    for layer, pair in enumerate(pairs):
-        similarity.append(torch.bmm(seen[-1], x[layer].mT, out=fresh(f"similarity{layer}", *alike)))
-        mixed = torch.mul(similarity[-1], scales.less, out=room("mixed", *alike))
-        if layer == depth - 1:
-            answers = torch.bmm(seen[-1], pair.flatten(1, 2).mT, out=fresh("answers", *alike[:2], 2 * out))
-            y = _once(answers, scales.reads, room, "y").baddbmm_(mixed, g[-1])
-            return y, (seen[1:], rise, similarity[1:], [answers])
-        z = torch.bmm(_twice(seen[-1], scales.reads, room, "twice"), pair.flatten(1, 2), out=room("z", *alike[:2], wide))
-        z.baddbmm_(mixed, g[layer])
-        seen.append(fresh(f"seen{layer}", *z.shape))
-        rise += [torch.empty_like(z)] if keep else []
-        act.expand(z, room("spare", 2, *z.shape), seen[-1], rise[-1] if keep else None)
-    raise AssertionError("a memory has at least one layer")
+    for layer, pair in enumerate(pairs[:-1]):
+        z = _twice(seen[-1], scales.reads).bmm(pair.flatten(1, 2))
+        similarity.append(seen[-1].bmm(x[layer].mT))
+        z.baddbmm_(similarity[-1] * scales.less, g[layer])
+        seen.append(torch.empty_like(z))
+        rise.append(torch.empty_like(z) if keep else seen[-1])
+        act.expand(z, seen[-1], rise[-1] if keep else None)
+    similarity.append(seen[-1].bmm(x[-1].mT))
+    answers = seen[-1].bmm(pairs[-1].flatten(1, 2).mT)
+    y = _once(answers, scales.reads).baddbmm_(similarity[-1] * scales.less, g[-1])
+    return y, (seen[1:], rise, similarity[1:], [answers])
 
 
 class Gradients(NamedTuple):
@@ -201,9 +169,9 @@ def backward(
     tape: Tape,
     scales: BlockScales,
     totals: BlockScales,
-    room: Room,
+    act: Pointwise,
 ) -> Gradients:
-    """Adjoint of `forward`. What is with respect to the tokens lies in `room`.
+    """Adjoint of `forward`.
 
     Args:
         grad: (V, b, Dv), with respect to y.
@@ -213,10 +181,10 @@ def backward(
     depth, units = len(to_pairs), len(to_pairs[0])
     rounds = len(k) // units
     x = [_taken(k, to_pairs), *tape.x]
-    to_q, to_x, to_g, added = _read_backward(grad, q, x, tape, scales, totals, room)
+    to_q, to_x, to_g, added = _read_backward(grad, q, x, tape, scales, totals)
     narrow = [_sides(layer, x, tape.g)[0] for layer in range(depth)]
-    twice = [_twice(rows, scales.ends, room, f"ends{layer}") for layer, rows in enumerate(narrow)]
-    products = [room(f"products{layer}", *t.shape) for layer, t in enumerate(twice)]
+    twice = [_twice(rows, scales.ends) for rows in narrow]
+    products = [torch.empty_like(t) for t in twice]
     gates = [*scales.ends.split(1, -1), scales.step, totals.step]
     parts = (tape.pairs, x, tape.slope, tape.curve, tape.g, to_x, to_g, twice, products, [t for pair in added for t in pair], gates)
     by_round = list(zip(*(_rounds(part, rounds) for part in parts)))
@@ -232,15 +200,15 @@ def backward(
             to_step.baddbmm_(halves, old[layer].flatten(2).mT)
             starts.append(step.mT.bmm(halves).view_as(to_new))
             starts[-1].flatten(1, 2).baddbmm_(reads[2 * layer].mT, reads[2 * layer + 1])
-        _write_backward(to_xs, to_gs, starts, old, xs, slopes, curves, gs, room)
+        _write_backward(to_xs, to_gs, starts, old, xs, slopes, curves, gs)
         to_pairs = starts
     for rows, product in zip(narrow, products):
-        _add_dots(totals.ends, product, rows, -1, room)
+        _add_dots(totals.ends, product, rows, -1)
     return Gradients(to_q, to_x[0], to_g[-1].neg_(), list(to_pairs))
 
 
 def _read_backward(
-    grad: Tensor, q: Tensor, x: Sequence[Tensor], tape: Tape, scales: BlockScales, totals: BlockScales, room: Room
+    grad: Tensor, q: Tensor, x: Sequence[Tensor], tape: Tape, scales: BlockScales, totals: BlockScales
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]]:
     """Adjoint of `_read`: gradients to q, x and g, and for each layer the rows whose product is that to its pair."""
     depth, reads = len(tape.pairs), scales.reads
@@ -248,27 +216,26 @@ def _read_backward(
     to_x: list[Tensor] = [grad] * depth
     to_g: list[Tensor] = [grad] * depth
     added = [(grad, grad)] * depth
-    alike = scales.less.shape
     for layer in range(depth - 1, -1, -1):
-        now, g, flat = seen[layer], tape.g[layer], tape.pairs[layer].flatten(1, 2)
-        similarity = tape.similarity[layer - 1] if layer else torch.bmm(now, x[0].mT, out=room("similarity", *alike))
-        to_mixed = torch.bmm(grad, g.mT, out=room("to_mixed", *alike))
-        if layer == depth - 1:
-            torch.mul(to_mixed, similarity, out=totals.less)
-            _add_dots(totals.reads, tape.answers[0], grad, 1, room)
-            added[layer] = _twice(grad, reads, room, f"added{layer}"), now
-            to_now = torch.bmm(added[layer][0], flat, out=room(f"to_seen{layer}", *now.shape))
+        last = layer == depth - 1
+        similarity = tape.similarity[layer - 1] if layer else seen[0].bmm(x[0].mT)
+        to_kept = grad.bmm(tape.g[layer].mT)
+        flat = tape.pairs[layer].flatten(1, 2)
+        if last:
+            torch.mul(to_kept, similarity, out=totals.less)
+            _add_dots(totals.reads, tape.answers[0], grad, 1)
+            added[layer] = _twice(grad, reads), seen[layer]
+            to_seen = added[layer][0].bmm(flat)
         else:
-            totals.less.addcmul_(to_mixed, similarity)
-            to_rows = torch.bmm(grad, flat.mT, out=room("to_rows", *alike[:2], flat.shape[1]))
-            _add_dots(totals.reads, to_rows, now, 1, room)
-            added[layer] = _twice(now, reads, room, f"added{layer}"), grad
-            to_now = _once(to_rows, reads, room, f"to_seen{layer}")
-        mixed = torch.mul(similarity, scales.less, out=room("mixed", *alike))
-        to_g[layer] = torch.bmm(mixed.mT, grad, out=room(f"to_g{layer}", *g.shape))
-        to_mixed.mul_(scales.less)
-        to_x[layer] = torch.bmm(to_mixed.mT, now, out=room(f"to_x{layer}", *now.shape))
-        grad = to_now.baddbmm_(to_mixed, x[layer])
+            totals.less.addcmul_(to_kept, similarity)
+            to_rows = grad.bmm(flat.mT)
+            _add_dots(totals.reads, to_rows, seen[layer], 1)
+            added[layer] = _twice(seen[layer], reads), grad
+            to_seen = _once(to_rows, reads)
+        to_g[layer] = (similarity * scales.less).mT.bmm(grad)
+        to_kept.mul_(scales.less)
+        to_x[layer] = to_kept.mT.bmm(seen[layer])
+        grad = to_seen.baddbmm_(to_kept, x[layer])
         if layer:
             grad.mul_(tape.rise[layer - 1])
     return grad, to_x, to_g, added
@@ -283,14 +250,13 @@ def _write_backward(
     slope: Sequence[Tensor],
     curve: Sequence[Tensor],
     g: Sequence[Tensor],
-    room: Room,
 ) -> None:
     """Adjoint of one chunk's write side, in place: adds to `to_pairs`. The first loop is the second order part: the way into the
     inner gradients."""
     depth, last = len(pairs), to_g[-1]
-    to_weights = [room(f"to_weights{layer}", *pair[:, 0].shape) for layer, pair in enumerate(pairs)]
+    to_weights = [torch.empty_like(t[:, 0]) for t in to_pairs]
     for layer in range(depth - 1):
-        to_h = torch.mul(to_g[layer], slope[layer], out=room("z", *slope[layer].shape))
+        to_h = to_g[layer] * slope[layer]
         to_g[layer].mul_(curve[layer])  # now the gradient to z
         to_g[layer + 1].baddbmm_(to_h, _inward(pairs, layer + 1).mT)
         left, right = (g[layer + 1], to_h) if layer + 2 == depth else (to_h, g[layer + 1])
@@ -334,23 +300,22 @@ def _rounds(parts: Sequence[Tensor], rounds: int) -> Sequence[Sequence[Tensor]]:
     return list(zip(*(t.chunk(rounds) for t in parts))) if parts else [()] * rounds
 
 
-def _twice(rows: Tensor, scales: Tensor, room: Room, name: str) -> Tensor:
-    """Rows (V, b, n) scaled by each of (V, b, 2), side by side, in `room`."""
+def _twice(rows: Tensor, scales: Tensor) -> Tensor:
+    """Rows (V, b, n) scaled by each of (V, b, 2), side by side."""
     n = rows.shape[-1]
-    out = room(name, *rows.shape[:-1], 2 * n)
+    out = rows.new_empty(*rows.shape[:-1], 2 * n)
     torch.mul(rows, scales[..., :1], out=out[..., :n])
     torch.mul(rows, scales[..., 1:], out=out[..., n:])
     return out
 
 
-def _once(rows: Tensor, scales: Tensor, room: Room, name: str) -> Tensor:
-    """Adjoint of `_twice` with respect to the rows: the two halves of (V, b, 2 n), scaled and added, in `room`."""
+def _once(rows: Tensor, scales: Tensor) -> Tensor:
+    """Adjoint of `_twice` with respect to the rows: the two halves of (V, b, 2 n), scaled and added."""
     n = rows.shape[-1] // 2
-    out = room(name, *rows.shape[:-1], n)
-    return torch.mul(rows[..., :n], scales[..., :1], out=out).addcmul_(rows[..., n:], scales[..., 1:])
+    return (rows[..., :n] * scales[..., :1]).addcmul_(rows[..., n:], scales[..., 1:])
 
 
-def _add_dots(total: Tensor, rows: Tensor, single: Tensor, sign: int, room: Room) -> None:
+def _add_dots(total: Tensor, rows: Tensor, single: Tensor, sign: int) -> None:
     """Add to (V, b, 2) the adjoint of `_twice` with respect to the scales, from rows (V, b, 2 n), times the sign."""
     for column, half in zip(total.unbind(-1), rows.chunk(2, -1)):
-        column.add_(torch.mul(half, single, out=room("dots", *single.shape)).sum(-1), alpha=sign)
+        column.add_((half * single).sum(-1), alpha=sign)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from proteus_lm.ops._deep_block import BlockScales, Room
+from proteus_lm.ops._deep_block import BlockScales
 from proteus_lm.ops._deep_chunk import Scales
 
 
@@ -84,11 +84,10 @@ class Gates:
     def _reads(self) -> slice:
         return slice(self._first, self._first + self.slots)
 
-    def block_scales(self, units: slice, advanced: int, room: Room) -> BlockScales:
-        """The scales of some units, all open throughout, of which those behind the first `advanced` end as they began; `less` lies
-        in `room`."""
+    def block_scales(self, units: slice, advanced: int) -> BlockScales:
+        """The scales of some units, all open throughout, of which those behind the first `advanced` end as they began."""
         b, seen, size = self.slots, self.history[units, self._reads()], units.stop - units.start
-        less = torch.mul(seen[..., :b], self._less[units], out=room("less", size, b, b))
+        less = torch.mul(seen[..., :b], self._less[units], out=seen.new_empty(size, b, b))
         step, ends = self._step[units], self._scaled_ends[units]
         if advanced < size:
             step, ends = step.clone(), ends.clone()
@@ -96,9 +95,9 @@ class Gates:
             ends[advanced:] = 0
         return BlockScales(seen[..., b:], less, step, ends)
 
-    def block_totals(self, units: slice, room: Room) -> BlockScales:
+    def block_totals(self, units: slice) -> BlockScales:
         """Where to put the gradients of `block_scales`: zeros, but for `less`, which `collect_block` asks for."""
-        less = room("to_less", units.stop - units.start, self.slots, self.slots)
+        less = self.theta.new_empty(units.stop - units.start, self.slots, self.slots)
         return BlockScales(self._to_reads[units], less, self._to_step[units], self._to_ends[units])
 
     def collect_block(self, grad: BlockScales, units: slice, advanced: int) -> None:

@@ -100,7 +100,7 @@ def titans_scan_backward(
 ) -> list[Tensor]:
     """Gradients to `tokens`, `open_rows`, `weights` and `momentum`, in this order, from those to y and to the state at the end.
 
-    Chunks are walked backwards in groups. The tape of a group that was not kept is worked out again from the state saved at its start.
+    Chunks are walked backwards in groups. A tape that was not kept is worked out again from the state saved at its group's start.
     """
     with torch.autocast(tokens[0].device.type, enabled=False):
         act, tapes = POINTWISE[memory_activation], list(saved[len(weights) :])
@@ -132,10 +132,8 @@ def _forward(walk: Walk, block: Block, working: Working, *, keep: bool) -> tuple
         y, end = _deep_mixed.forward(walk, block, start)
         tape = start
     else:
-        scales = walk.gates.block_scales(units, block.ended, walk.room)
-        y, end, made = _deep_block.forward(
-            walk.q[units], walk.k[units], walk.v[units], start, scales, walk.act, walk.room, keep=keep
-        )
+        scales = walk.gates.block_scales(units, block.ended)
+        y, end, made = _deep_block.forward(walk.q[units], walk.k[units], walk.v[units], start, scales, walk.act, keep=keep)
         tape = [t for part in made for t in part]
     working.put(end)
     return y, tape
@@ -148,9 +146,9 @@ def _backward(walk: Walk, block: Block, tape: Sequence[Tensor], grad: Tensor, wo
     if block.mixed:
         out, to_pairs = _deep_mixed.backward(walk, block, tape, grad, to_pairs)
     else:
-        scales = walk.gates.block_scales(units, block.ended, walk.room)
-        totals = walk.gates.block_totals(units, walk.room)
-        out = _deep_block.backward(grad, to_pairs, walk.q[units], walk.k[units], Tape.of(tape), scales, totals, walk.room)
+        scales = walk.gates.block_scales(units, block.ended)
+        totals = walk.gates.block_totals(units)
+        out = _deep_block.backward(grad, to_pairs, walk.q[units], walk.k[units], Tape.of(tape), scales, totals, walk.act)
         walk.gates.collect_block(totals, units, block.ended)
         to_pairs = out.pairs
     working.put(to_pairs)

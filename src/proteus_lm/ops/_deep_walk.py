@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from proteus_lm.ops._deep_activation import Pointwise
-from proteus_lm.ops._deep_block import Room, tape_size
+from proteus_lm.ops._deep_block import tape_size
 from proteus_lm.ops._deep_chunk import opening, places
 from proteus_lm.ops._deep_gates import Gates
 from proteus_lm.ops._deep_layout import Layout, Span
@@ -85,7 +85,6 @@ class Walk:
         earlier = [torch.zeros_like(open_rows[0]), *open_rows] if open_rows else [None] * len(tokens)
         slots = [self.layout.gather(t, e, self.dtype) for t, e in zip(tokens, earlier)]
         self.q, self.k, self.v = slots[:3]
-        self.room = Room(self.q)
         theta, alpha, eta = slots[3:]
         valid = self.layout.valid.repeat_interleave(self.heads, 0)
         self.gates = Gates(theta, alpha, eta, valid, read=read, keep=keep, made=made)

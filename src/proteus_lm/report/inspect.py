@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Look:
         step: checkpoint, None for the newest. split: of the run's data.
         length: tokens to read; None: twice the training context, or what the longest document holds.
         windows: sequences behind each mean. pairs, looks, seed: of the retention.
-        rows: new rows of a synthetic task. device: where the model runs.
+        rows: new rows of a synthetic task. task_length: their tokens; None: as it was trained. device: where the model runs.
     """
 
     step: int | None = None
@@ -51,6 +51,7 @@ class Look:
     looks: int = 8
     seed: int = 0
     rows: int = 64
+    task_length: int | None = None
     device: str = "cpu"
 
 
@@ -80,6 +81,8 @@ def inspect_run(path: Path, out: Path, look: Look, *, made_by: str = "") -> Insp
     profile = profile if profile is not None and profile.layers else None
     spec = task_of(run.recipe.data.path)
     retention, why = _retention(model, dataset, length, look, spec)
+    if spec is not None and look.task_length is not None:
+        spec = replace(spec, length=look.task_length)
     recall = None if spec is None else task_recall(model, spec.fresh(look.rows))
     make_folder(out)
     pictures = _draw(profile, retention, out)
@@ -179,8 +182,10 @@ def _recall_text(recall: Recall | None) -> list[str]:
         return []
     whole = recall.accuracy
     parts = ["## Its task on new rows", f"Right: {_share(whole.mean, whole.error)} of {len(recall.rows):,} questions."]
-    rows = [(f"{a:,}–{b - 1:,}", _share(e.mean, e.error), e.tokens) for a, b, e in recall.by_age()]
-    return [*parts, markdown_table(("tokens since the pair", "right", "questions"), rows)]
+    ages = [(f"{a:,}–{b - 1:,}", _share(e.mean, e.error), f"{e.tokens:,}") for a, b, e in recall.by_age()]
+    places = [(f"{a:,}–{b - 1:,}", _share(e.mean, e.error), f"{e.tokens:,}") for a, b, e in recall.by_written()]
+    parts.append(markdown_table(("tokens since the key stood last", "right", "questions"), ages))
+    return [*parts, markdown_table(("where the key stood last", "right", "questions"), places)]
 
 
 def _share(mean: float, error: float | None) -> str:

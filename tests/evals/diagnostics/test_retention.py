@@ -138,3 +138,19 @@ def test_recall_by_age_and_by_place_count_every_question_once():
 def test_tokens_the_model_does_not_know_are_refused():
     with pytest.raises(ValueError, match="outside the model's vocabulary of 11"):
         task_recall(Dictionary(11), mqar_text(2, 40, 5, 24, seed=1))
+
+
+def test_pairs_of_a_task_have_its_ids_and_keys_the_row_does_not_use():
+    rows = key_value_stream(3, 121, 5, 24, seed=4).tokens.numpy()
+
+    class Rows:
+        documents = 3
+
+        def document(self, index):
+            return rows[index]
+
+    names = (range(1, 12), range(12, 24))
+    found = measure_retention(Dictionary(24), Rows(), length=100, pairs=5, looks=5, rows=3, names=names)
+    assert (found.right[~np.isnan(found.right)] == 1).all()  # no key of the row stands in a pair's way
+    with pytest.raises(ValueError, match="7 pairs need as many values"):
+        measure_retention(Dictionary(24), Rows(), length=100, pairs=7, looks=5, rows=3, names=names)

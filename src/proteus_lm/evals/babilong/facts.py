@@ -13,7 +13,7 @@ from proteus_lm.evals.suite import MissingData
 
 TASKS = tuple(f"qa{i}" for i in range(1, 11))
 _REMEDY = (
-    "give --data DIR with DIR/babi_qa1_10_test.jsonl.gz (rows: task, facts, question, answer, supporting), "
+    "Give --data DIR with DIR/babi_qa1_10_test.jsonl.gz (rows: task, facts, question, answer, supporting), "
     "or with bAbI's own files DIR/babi/qa1_*_test.txt ... (tasks_1-20_v1-2/en of the bAbI download)"
 )
 
@@ -55,7 +55,7 @@ def load_stories(task: str, data: Path | None) -> Stories:
             return Stories(tuple(stories), rows.source)
     for path in sorted((data / "babi").glob(f"{task}_*_test.txt")) if data is not None else ():
         return Stories(tuple(_parse(path)), path.name)
-    raise MissingData(f"bAbI's stories of {task} are not here{'' if data is None else f' (looked in {data})'}; {_REMEDY}")
+    raise MissingData(f"bAbI's stories of {task} are not here{'' if data is None else f' (looked in {data})'}. {_REMEDY}")
 
 
 @lru_cache(maxsize=1)

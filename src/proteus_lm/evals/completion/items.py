@@ -97,7 +97,7 @@ def load_items(name: str, data: Path | None, *, offline: bool = False) -> Items:
         rows = read_rows(file, ())
     else:
         remedy = (
-            f"give --data DIR with DIR/{one.files[0]}.jsonl: rows with text (a document, then what is to be completed), "
+            f"Give --data DIR with DIR/{one.files[0]}.jsonl: rows with text (a document, then what is to be completed), "
             "key (the words at its end), value (the answer)"
         )
         rows = hub_rows(one.hub, "default", "validation", fields=("text", "value"), remedy=remedy, offline=offline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -210,7 +211,7 @@ def _without_hub() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the harness's log and the bars of its libraries."""
+    """Without the harness's log and the bars of its libraries, some of which know no switch but the stream they write to."""
     import datasets
 
     logger, bars = logging.getLogger("lm_eval"), datasets.is_progress_bar_enabled()
@@ -218,7 +219,8 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(level)
         if bars:

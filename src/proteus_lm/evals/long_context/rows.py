@@ -66,7 +66,7 @@ def check_rows(rows: Sequence[Any], fields: Iterable[str], where: str) -> None:
 def hub_rows(
     name: str, config: str | None, split: str, *, fields: Iterable[str], remedy: str, offline: bool, limit: int | None = None
 ) -> Rows:
-    """Rows of a set on the hub, its first `limit`.
+    """Rows of a set on the hub, its first `limit`; of its cache on this machine where the hub is not to be asked or not there.
 
     Args:
         name, config, split: of the set.
@@ -75,18 +75,49 @@ def hub_rows(
         offline: the user wants no hub.
 
     Raises:
-        MissingData: when the hub is not to be asked, cannot be reached, or gives no such rows.
+        MissingData: when neither has such rows.
     """
-    require_hub(f"{name}{f' ({config})' if config else ''}", remedy, offline=offline)
+    source = f"{name} ({config})" if config else name
+    try:
+        require_hub(source, remedy, offline=offline)
+    except MissingData:
+        rows = _cached(name, config, split, limit)
+        if rows is None:
+            raise
+    else:
+        rows = _streamed(name, config, split, limit, remedy)
+    check_rows(rows, fields, name)
+    return Rows(rows, f"hub {source}")
+
+
+def _streamed(name: str, config: str | None, split: str, limit: int | None, remedy: str) -> list[dict[str, Any]]:
     import datasets
 
     try:
         stream: Any = datasets.load_dataset(name, config, split=split, streaming=True)
-        rows = [dict(row) for row in (stream if limit is None else stream.take(limit))]
+        return [dict(row) for row in (stream if limit is None else stream.take(limit))]
     except Exception as error:  # many kinds: network, no such set, no access, no such split
         raise MissingData(f"the hub gave no {name}, split {split} ({type(error).__name__}: {error}). {remedy}") from error
-    check_rows(rows, fields, name)
-    return Rows(rows, f"hub {name}" + (f" ({config})" if config else ""))
+
+
+def _cached(name: str, config: str | None, split: str, limit: int | None) -> list[dict[str, Any]] | None:
+    """Rows that an earlier `datasets.load_dataset` left on this machine; None where there are none. No network is used."""
+    import datasets
+    import huggingface_hub
+    from datasets import config as settings
+
+    places = [(settings, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")]
+    before = [getattr(place, flag) for place, flag in places]
+    try:
+        for place, flag in places:  # the environment was read when they were imported
+            setattr(place, flag, True)
+        loaded: Any = datasets.load_dataset(name, config, split=split)
+        return [dict(loaded[i]) for i in range(min(len(loaded), limit or len(loaded)))]
+    except Exception:  # many kinds, all of which mean that it is not there
+        return None
+    finally:
+        for (place, flag), value in zip(places, before):
+            setattr(place, flag, value)
 
 
 def _text(path: Path) -> str:

@@ -81,7 +81,7 @@ def _rows(one: LongBenchSet, options: SuiteOptions) -> Rows:
         rows = read_rows(file, _FIELDS)
     else:
         remedy = (
-            f"give --data DIR with DIR/longbench_{one.name}.jsonl (LongBench's data.zip holds {one.name}.jsonl): "
+            f"Give --data DIR with DIR/longbench_{one.name}.jsonl (LongBench's data.zip holds {one.name}.jsonl): "
             "rows with context, input, answers"
         )
         rows = hub_rows(_HUB, one.name, "test", fields=_FIELDS, remedy=remedy, offline=options.offline, limit=options.limit)

@@ -66,13 +66,18 @@ class Kitchen:
             NoRoom: a ValueError, when the shortest prompt of the task does not fit.
         """
         room, least = length - TOKENS_TO_GENERATE, self.task.needles
-        first = _Dish(self, 0)
+        first, seen = _Dish(self, 0), dict[int, int]()
+
+        def measure(units: int) -> int:
+            (seen[units],) = tokens([first.prompt(units)])
+            return seen[units]
+
         start = None
         if self.essay is not None and length >= _LONG:
-            start = self.essay.words_for(0, room - tokens([first.prompt(least)])[0], self.essay.tally(tokens, tokenizer))
-        usual = fit(lambda units: tokens([first.prompt(units)])[0], room, least=least, start=start)
-        found, size = list[Recipe](), max(1, min(_GROUP_PROMPTS, _GROUP_TOKENS // length))
-        for start in range(0, count, size):
+            start = self.essay.words_for(0, room - measure(least), self.essay.tally(tokens, tokenizer))
+        usual = fit(measure, room, least=least, start=start)
+        found, size = [first.recipe(usual, seen[usual], room, least, tokens)], max(1, min(_GROUP_PROMPTS, _GROUP_TOKENS // length))
+        for start in range(1, count, size):
             dishes = [_Dish(self, index) for index in range(start, min(count, start + size))]
             measured = tokens([dish.prompt(usual) for dish in dishes])
             found += [dish.recipe(usual, now, room, least, tokens) for dish, now in zip(dishes, measured)]
