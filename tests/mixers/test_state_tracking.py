@@ -75,8 +75,9 @@ def test_a_titans_memory_of_two_layers_carries_parity_further_than_it_was_traine
 
 @pytest.mark.slow
 @every
-def test_permutations_of_five_are_learned_above_their_first_token(name, record_property):
-    """The first answer is the first token; a model that knows no product gets that one and 1 / 120 of the others: 0.13."""
+def test_no_model_of_this_size_tracks_permutations_of_five(name, record_property):
+    """The first answer is the first token; who knows no product gets that one, and 1 / 120 of the others: 0.132 of all."""
     short, longer = learn_permutations(name)
     record_property("accuracy", (short, longer))
-    assert short >= 0.15, f"{name}: {short:.3f} where it was trained, {longer:.3f} beyond; wanted 0.15"
+    assert short >= 0.12, f"{name}: {short:.3f}: it has not even learned to give its first token back"
+    assert short <= 0.2, f"{name}: {short:.3f} where it was trained, {longer:.3f} beyond: it tracks them after all; mend the page"

@@ -145,9 +145,7 @@ class PerplexityResult:
                 bytes_per_token=raw["bytes_per_token"],
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"these are no raw rows of a perplexity ({type(error).__name__}: {error}); evaluate again"
-            ) from error
+            raise ValueError(f"these are no raw rows of a perplexity ({type(error).__name__}: {error}); evaluate again") from error
 
 
 def bin_edges(length: int, bins: int, training_context: int | None = None) -> tuple[int, ...]:
