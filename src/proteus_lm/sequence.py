@@ -40,6 +40,7 @@ class TokenSequence:
         offset: int64 (N,), tokens that each row or document has behind it; None when all start at position 0.
         cu_seqlens: int (N + 1,), boundaries of the documents packed in one row.
         device: of the tensors made here.
+        start: `offset` as a number, where all rows agree and the host knows it: what follows from it is planned without the device.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class TokenSequence:
         offset: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         device: torch.device | str | None = None,
+        start: int | None = None,
     ) -> None:
-        self.schedule, self.rows, self.length = schedule, rows, length
+        self.schedule, self.rows, self.length, self.start = schedule, rows, length, start
         self.offset, self.cu_seqlens, self.device = offset, cu_seqlens, device
         self._shared: dict[Hashable, Any] = {}
 
@@ -62,10 +64,15 @@ class TokenSequence:
         return self.length == 1 and self.cu_seqlens is None and self.offset is not None
 
     def _activation(self, dim: int) -> Activation:
+        offset = self.offset if self.start is None else self.start
         return self.once(
             ("activation", dim),
-            lambda: self.schedule.activation(dim, self.length, offset=self.offset, cu_seqlens=self.cu_seqlens, device=self.device),
+            lambda: self.schedule.activation(dim, self.length, offset=offset, cu_seqlens=self.cu_seqlens, device=self.device),
         )
+
+    def placed(self, dim: int) -> Activation | None:
+        """As `activation`, but never None where the host knows the position: for what goes on from a state on the device."""
+        return self.activation(dim) if self.start is None else self._activation(dim)
 
     def activation(self, dim: int) -> Activation | None:
         """The schedule applied to `dim` coordinates at these tokens; None for one block, which is open always."""

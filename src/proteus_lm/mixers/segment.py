@@ -43,8 +43,8 @@ class Slots(Protocol):
         ...
 
     @property
-    def begins(self) -> Tensor:
-        """Rows that stand at the start of a segment: bool (N,)."""
+    def begins(self) -> Tensor | bool:
+        """Rows that stand at the start of a segment: bool (N,), or one value for all that the host knows."""
         ...
 
 
@@ -103,10 +103,12 @@ class Segment:
         self.sequence, self.index, self.rows, self._size, self._count = sequence, index, rows, size, len(starts)
         slots = [start % size for start in starts]
         self.width = max(slot + length for slot, length in zip(slots, lengths))
+        self._plain = not any(slots) and {*lengths} == {self.width}  # tokens lie as their slots do
         self._slot = torch.cat([torch.arange(slot, slot + n, device=index.device) for slot, n in zip(slots, lengths)])
         self._row = torch.arange(len(slots), device=index.device).repeat_interleave(torch.tensor(lengths, device=index.device))
         self._start = torch.tensor([start - slot for start, slot in zip(starts, slots)], device=index.device)
-        self.begins = torch.tensor([slot == 0 for slot in slots], device=index.device)
+        begins = [slot == 0 for slot in slots]
+        self.begins = begins[0] if len({*begins}) == 1 else torch.tensor(begins, device=index.device)
 
     @property
     def visible(self) -> Tensor:
@@ -120,15 +122,21 @@ class Segment:
 
     def spread(self, x: Tensor) -> Tensor:
         """As `Slots`; zeros where no token is."""
+        if self._plain:
+            return x.reshape(self._count, self.width, *x.shape[2:])
         empty = x.new_zeros(self._count * self.width, *x.shape[2:])
         return empty.index_copy(0, self._row * self.width + self._slot, x.flatten(0, 1)).unflatten(0, (-1, self.width))
 
     def gather(self, x: Tensor) -> Tensor:
         """As `Slots`."""
+        if self._plain:
+            return x.reshape(*self.index.shape, *x.shape[2:])
         return x.flatten(0, 1)[(self._row * self.width + self._slot).view(self.index.shape)]
 
     def keep(self, old: Tensor, new: Tensor) -> Tensor:
         """As `Slots`."""
+        if self._plain and self.width == self._size:
+            return new.reshape(old.shape)
         flat = old.to(new.dtype).flatten(0, 1)
         return flat.index_copy(0, self._row * self._size + self._slot, new.flatten(0, 1)).view(old.shape)
 
@@ -164,6 +172,7 @@ def _segment(
     index = torch.stack(tokens) if even else torch.cat(tokens)[None]
     bounds = None if even else torch.tensor([0, *counts], device=device).cumsum(0)
     offset = torch.tensor(starts, device=device) if any(starts) else None
-    part = TokenSequence(sequence.schedule, len(rows), index.shape[1], offset=offset, cu_seqlens=bounds, device=device)
+    start = starts[0] if even and len({*starts}) == 1 else None
+    part = TokenSequence(sequence.schedule, len(rows), index.shape[1], offset=offset, cu_seqlens=bounds, device=device, start=start)
     chosen = None if len(rows) == sequence.rows else torch.tensor(rows, device=device)
     return Segment(part, size, starts, counts, index, chosen)

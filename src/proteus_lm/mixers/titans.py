@@ -267,7 +267,7 @@ class TitansMemory(Mixer):
                 chunk=self.chunk,
                 read=self.read,
                 memory_activation=self.function,
-                activation=sequence.activation(self.units),
+                activation=sequence.placed(self.units),
                 initial_state=initial,
                 cu_seqlens=sequence.cu_seqlens,
                 output_final_state=use_state,

@@ -183,10 +183,14 @@ class MACMixer(TitansMemory):
         return self.recall_norm(self.recall(read.flatten(-2))), after
 
 
-def _begin(state: MACState, begins: Tensor) -> MACState:
+def _begin(state: MACState, begins: Tensor | bool) -> MACState:
     """Where a segment begins: the memory as it now stands (a segment is whole chunks), and empty slots."""
+    if begins is False:
+        return state
 
     def fresh(new: Tensor, old: Tensor) -> Tensor:
+        if isinstance(begins, bool):
+            return new.expand_as(old).clone()  # tensors of a state share no memory
         return torch.where(begins.view(-1, *[1] * (old.dim() - 1)), new, old)
 
     weights = tuple(fresh(new, old) for new, old in zip(state.memory.memory.weights, state.weights))
