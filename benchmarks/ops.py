@@ -128,6 +128,21 @@ def checks(quick: bool) -> list[dict[str, Any]]:
     return cases
 
 
+def verify_step(rule: str, blocks: int, axis: str, inplace: bool) -> dict[str, float]:
+    """The relative errors of a decoding step, rows spread over the window, against the fp64 step of PyTorch."""
+    from proteus_lm.ops import recurrent
+
+    dim, rows = 128, 8
+    tensors = {n: x.detach()[:, 0].contiguous() for n, x in inputs(rule, (rows, 1, 4, dim, dim)).items()}
+    state = torch.randn(rows, 4, dim, dim, device="cuda")
+    positions = torch.linspace(0, 8191, rows, device="cuda").long()
+    active = None if blocks == 1 else ActivationSchedule(blocks, 8192).active(dim, positions)
+    wide = {n: x.double() for n, x in tensors.items()}
+    right = getattr(recurrent, f"{rule}_step")(**wide, state=state.double(), active=active, axis=axis)
+    found = getattr(ours, f"{rule}_step")(**tensors, state=state, active=active, axis=axis, inplace=inplace)
+    return {n: error(a, b) for n, a, b in zip(("out", "state"), found, right)}
+
+
 def run_checks(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for case in checks(quick):
@@ -142,6 +157,13 @@ def run_checks(quick: bool) -> list[dict[str, Any]]:
         print(f"{'ok ' if right else 'WRONG'} {worst} {errors[worst]:.1e} {case}", flush=True)
         if not right:
             print({n: f"{x:.1e}" for n, x in errors.items()}, flush=True)
+    for rule in ["gated_delta_rule"] if quick else list(STEP_PEERS):
+        for blocks, axis in GATES:
+            for inplace in (False, True):
+                errors = verify_step(rule, blocks, axis, inplace)
+                right = all(x < LIMITS[torch.bfloat16] for x in errors.values())
+                rows.append({"rule": rule, "step": True, "blocks": blocks, "axis": axis, "errors": errors, "right": right})
+                print(f"{'ok ' if right else 'WRONG'} step {rule} {blocks} {axis} in place {inplace} {errors}", flush=True)
     return rows
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from proteus_lm.ops import triton
 from proteus_lm.ops._linear import AXES, READS, check_choice
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.state import SWLAState
@@ -30,6 +31,7 @@ def _outer(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _step(
+    operation: str,
     update: Callable[[Tensor, dict[str, Tensor]], Tensor],
     tensors: dict[str, Tensor],
     state: Tensor,
@@ -40,11 +42,15 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     """Apply `update(open part of the state, tensors) -> state` where it is open, and read it with q, after that or before.
 
+    On a GPU, and where no gradient is wanted, the operation's kernel does it in one launch, if it has one.
+
     Raises:
         ValueError: for an axis that is neither "key" nor "value", or a read that is neither "post" nor "pre".
     """
     check_choice("axis", axis, AXES)
     check_choice("read", read, READS)
+    if triton.refuse_step(operation, tuple(tensors.values()), state, read) is None:
+        return getattr(triton, f"{operation}_step")(*tensors.values(), state, active=active, axis=axis, scale=scale)
     out_type = tensors["v"].dtype
     factor = tensors["q"].shape[-1] ** -0.5 if scale is None else scale
     dtype = compute_dtype(state, *tensors.values())
@@ -88,7 +94,7 @@ def retention_step(
 ) -> tuple[Tensor, Tensor]:
     """One token of `retention`; arguments as described at the top of this file."""
     tensors = {"q": q, "k": k, "v": v, "g": g}
-    return _step(lambda s, x: _decay(s, x) + _outer(x["k"], x["v"]), tensors, state, active, axis, scale, read)
+    return _step("retention", lambda s, x: _decay(s, x) + _outer(x["k"], x["v"]), tensors, state, active, axis, scale, read)
 
 
 def swla_step(
@@ -116,7 +122,7 @@ def swla_step(
         weights = x["gamma"].flip(-1).transpose(1, 2)[..., None]  # (N, c, H, 1), oldest pair first
         return _decay(memory, x) + (weights * x["keys"]).permute(0, 2, 3, 1) @ x["values"].transpose(1, 2)
 
-    out, matrix = _step(update, tensors, state.matrix, active, axis, scale, read)
+    out, matrix = _step("swla", update, tensors, state.matrix, active, axis, scale, read)
     return out, SWLAState(matrix, keys[:, 1:].contiguous(), values[:, 1:].contiguous())  # one layout for compiled steps
 
 
@@ -134,7 +140,7 @@ def delta_rule_step(
 ) -> tuple[Tensor, Tensor]:
     """One token of `delta_rule`; arguments as described at the top of this file."""
     tensors = {"q": q, "k": k, "v": v, "beta": beta}
-    return _step(lambda s, x: s + _delta(s, x, "k"), tensors, state, active, axis, scale, read)
+    return _step("delta_rule", lambda s, x: s + _delta(s, x, "k"), tensors, state, active, axis, scale, read)
 
 
 def gated_delta_rule_step(
@@ -156,7 +162,8 @@ def gated_delta_rule_step(
         memory = _decay(memory, x)
         return memory + _delta(memory, x, "k")
 
-    return _step(update, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, state, active, axis, scale, read)
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return _step("gated_delta_rule", update, tensors, state, active, axis, scale, read)
 
 
 def comba_step(
@@ -175,4 +182,4 @@ def comba_step(
 ) -> tuple[Tensor, Tensor]:
     """One token of `comba`; p (N, H, K), the rest as described at the top of this file."""
     tensors = {"q": q, "k": k, "v": v, "p": p, "g": g, "beta": beta}
-    return _step(lambda s, x: _decay(s, x) + _delta(s, x, "p"), tensors, state, active, axis, scale, read)
+    return _step("comba", lambda s, x: _decay(s, x) + _delta(s, x, "p"), tensors, state, active, axis, scale, read)

@@ -48,6 +48,25 @@ def refuse(operation: str, tensors: tuple[Tensor, ...]) -> str | None:
     return None
 
 
+def refuse_step(operation: str, tensors: tuple[Tensor, ...], state: Tensor, read: str) -> str | None:
+    """Why the decoding kernel does not take a step of `operation`, or None.
+
+    Args:
+        tensors: q, k, v first.  state: (N, H, K, V).  read: "post" or "pre".
+    """
+    if operation not in OPERATIONS or operation == "swla" or read != "post":
+        return f"no decoding kernel for {operation} with read {read!r}"
+    if not state.is_cuda or importlib.util.find_spec("triton") is None:
+        return "the decoding kernels need CUDA and the package triton"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, state)):
+        return "a gradient is wanted; the decoding kernels have none"
+    if state.dtype != torch.float32 or any(x.dtype == torch.float64 for x in tensors):
+        return "the decoding kernels keep the state in float32"
+    if state.shape[-2] > MAX_KEYS:
+        return f"K = {state.shape[-2]}; the decoding kernels hold at most {MAX_KEYS} key rows"
+    return None
+
+
 def _run(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     from proteus_lm.ops.triton.front import run  # imports triton
 
