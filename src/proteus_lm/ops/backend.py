@@ -29,7 +29,8 @@ class Backend(NamedTuple):
         on_gpu = tensors[0].is_cuda if tensors else torch.cuda.is_available()
         if self.cuda and not on_gpu:
             return f"tensors are on {tensors[0].device.type}; the kernels need CUDA" if tensors else "no CUDA device"
-        return self.refuse(operation, tensors) or refused.get(self.name)
+        held = triton.UNCHECKED.get(operation) if self.cuda else None
+        return self.refuse(operation, tensors) or refused.get(self.name) or held
 
 
 class Choice(NamedTuple):

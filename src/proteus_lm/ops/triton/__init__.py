@@ -16,6 +16,8 @@ from proteus_lm.activation import Activation
 from proteus_lm.ops.state import SWLAState
 
 OPERATIONS = ("retention", "swla", "delta_rule", "gated_delta_rule", "comba")
+UNCHECKED = {"swla": "its last form has been timed on a GPU, not checked there; ask for it by name"}
+"""Operations that `auto` leaves to the chunk form until benchmarks/ops.py has found them right."""
 MAX_KEYS, MAX_VALUES = 256, 512
 MAX_KEYS_FLOAT = 128  # beyond, fp32 spills so much that compiling alone takes minutes
 

@@ -97,6 +97,10 @@ def refuse_step(tokens: Sequence[Tensor], weights: Sequence[Tensor], momentum: S
         return "a gradient is wanted; the decoding kernel has none"
     if any(t.dtype != torch.float32 for t in (*weights, *momentum)):
         return "a state that is not fp32"
+    if tokens[0].is_cuda:
+        return (
+            "on the H200 with triton 3.6 the decoding kernel read wrongly; it runs in the interpreter alone (docs/titans-kernel.md)"
+        )
     return refuse(tokens, weights, chunk)
 
 

@@ -194,7 +194,7 @@ def step_kernel(
             a_t = k_t
             if DEEP:
                 w_t = tl.load(w1 + matrix + dk[None, :] * HID + cols[:, None], mask=open_[:, None], other=0.0)
-                a_t, _, _ = pointwise(mul(operand(w_t, TYPE, PREC), operand(k_t, TYPE, PREC), PREC), ACT)
+                a_t, _slope_t, _bend_t = pointwise(mul(operand(w_t, TYPE, PREC), operand(k_t, TYPE, PREC), PREC), ACT)
                 b_g = operand(g, TYPE, PREC)
                 new = decay[None, :] * f_w1 + carry[None, :] * f_s1 - mul(operand(k_t * to_w[None, :], TYPE, PREC), b_g, PREC)
                 tl.store(out_w1 + cells1, new, mask=open_[None, :])
