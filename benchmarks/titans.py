@@ -14,7 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from proteus_lm.ops import reference, triton_deep
 from proteus_lm.schedule import ActivationSchedule
+from timing import captured, median_ms
 
 KERNELS = {
     "_gates": ("gates_kernel", "gates_backward_kernel"),
@@ -189,20 +189,6 @@ def errors(case: Case) -> dict[str, float]:
     return {n: ((a.double() - b).norm() / b.norm().clamp(min=1e-12)).item() for n, a, b in pairs}
 
 
-def median_ms(work, repeats: int) -> float:  # noqa: ANN001
-    for _ in range(2):
-        work()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
 def measure(case: Case, profile: bool) -> dict:
     tokens, weights = make(case)
     active = active_of(case)
@@ -221,7 +207,7 @@ def measure(case: Case, profile: bool) -> dict:
     both()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() / 2**30
-    row = {"case": asdict(case), "f_ms": median_ms(forward, 7), "fb_ms": median_ms(both, 7), "peak_gib": peak}
+    row = {"case": asdict(case), "f_ms": median_ms(forward, 7, warm=2), "fb_ms": median_ms(both, 7, warm=2), "peak_gib": peak}
     row["f_mtok"], row["fb_mtok"] = (case.B * case.T / row[k] / 1e3 for k in ("f_ms", "fb_ms"))
     row["fb_graph_ms"] = graph_ms(both)
     if profile:
@@ -232,10 +218,7 @@ def measure(case: Case, profile: bool) -> dict:
 def graph_ms(work) -> float | str:  # noqa: ANN001
     """Time of a replayed CUDA graph: without what the host needs between launches."""
     try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return median_ms(graph.replay, 7)
+        return median_ms(captured(work), 7, warm=2)
     except Exception as error:  # the eager time stands; say why there is no other
         torch.cuda.synchronize()
         return f"{type(error).__name__}: {error}"[:160]
