@@ -1,6 +1,7 @@
 import importlib.util
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -330,10 +331,11 @@ def test_lengths_are_numbers_of_tokens_with_or_without_a_unit():
     assert token_counts([]) is None
 
 
-def test_a_suite_of_a_run_is_printed_and_saved_with_all_that_makes_it_again(work, capsys):
-    assert main(["eval", f"{work}/e4", "--suite", "fig4", "--lengths", "256", "--batch-size", "2"]) == 0
+def test_a_suite_of_a_run_is_printed_and_saved_with_all_that_makes_it_again(work, capsys, tmp_path):
+    run = shutil.copytree(work / "e4", tmp_path / "e4")
+    assert main(["eval", str(run), "--suite", "fig4", "--lengths", "256", "--batch-size", "2"]) == 0
     shown = capsys.readouterr().out
-    saved = json.loads((work / "e4" / "evals" / "fig4.json").read_text())
+    saved = json.loads((run / "evals" / "fig4.json").read_text())
     whole = saved["scores"][0]
     assert f"| all | perplexity | {whole['value']:.2f} ± " in shown
     provenance = saved["extra"]["provenance"]
@@ -343,7 +345,9 @@ def test_a_suite_of_a_run_is_printed_and_saved_with_all_that_makes_it_again(work
     assert provenance["options"]["lengths"] == [256]
     assert saved["command"].startswith("proteus ")
     assert len(saved["extra"]["raw"]["sums"]) == 3  # a row a document
-    assert [p.name for p in (work / "e4" / "evals").iterdir()] == ["fig4.json"]  # no temporary file is left
+    assert [p.name for p in (run / "evals").iterdir()] == ["fig4.json"]  # no temporary file is left
+    assert main(["report", str(run), "--out", f"{tmp_path}/report", "--max-tokens", "256", "--sample-tokens", "0"]) == 0
+    assert {"report.md", "report.html", "paper.md", "paper.html"} <= {p.name for p in (tmp_path / "report").iterdir()}
 
 
 def test_a_suite_runs_on_a_model_of_hugging_face_too(work, capsys, tmp_path):
@@ -421,7 +425,7 @@ def test_inspect_shows_blocks_and_retention_and_writes_what_it_shows(work, capsy
 
 
 def test_a_run_trained_on_a_synthetic_task_is_asked_it(work, capsys, tmp_path):
-    sizes = ["--length", "16", "--pairs", "2", "--vocab", "8", "--rows", "40"]
+    sizes = ["--length", "16", "--pairs", "2", "--vocab", "8", "--rows", "40", "--episodes", "1"]
     assert main(["synthesize", "mqar", "--out", f"{tmp_path}/data", *sizes]) == 0
     assert "train with data.context=17 data.allow_short_documents=true" in capsys.readouterr().out
     changes = [f"data.path={tmp_path}/data", "data.context=17", "data.allow_short_documents=true", "train.steps=2"]

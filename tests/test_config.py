@@ -38,10 +38,13 @@ OTHER = {
     "memory_depth": 3,
     "memory_expansion": 3,
     "memory_activation": "silu",
+    "memory_residual_norm": True,
     "chunk_size": 5,
     "read": "pre",
     "use_momentum": False,
     "use_forgetting": False,
+    "decay_target": "init",
+    "surprise_clip": 0.01,
     "theta_scale": 0.5,
     "titans_variant": "mag",
     "persistent_tokens": 2,
@@ -60,6 +63,7 @@ OTHER = {
 }
 
 SECOND = {"read": "post", "mixer": "attention", "memory_axis": "key", "channel": "mlp", "titans_variant": "mal"}
+SECOND |= {"decay_target": "zero", "memory_residual_norm": False}
 """Where a case has the first."""
 
 
@@ -142,6 +146,10 @@ def test_an_unknown_key_names_the_nearest():
         ({"mixer": "titans", "value_expansion": 1}, ["value_expansion", "default, None"]),
         ({"memory_depth": 1, "memory_expansion": 2}, ["memory_expansion", "memory_depth 1"]),
         ({"theta_scale": 65.0}, ["theta_scale", "chunk_size 64"]),
+        ({"surprise_clip": 0}, ["surprise_clip is 0", "number above 0, or None"]),
+        ({"mixer": "comba", "surprise_clip": 1.0}, ["surprise_clip", "comba", "default, None"]),
+        ({"decay_target": "one"}, ["decay_target is 'one'", "zero, init"]),
+        ({"decay_target": "init", "use_forgetting": False}, ["decay_target is 'init'", "use_forgetting False", "'zero'"]),
         ({"theta_scale": float("nan")}, ["theta_scale", "nan"]),
         ({"channel": "chian"}, ["channel is 'chian'", "did you mean chain"]),
         ({"update_blocks": 2}, ["update_blocks", "channel 'mlp'", "'chain'"]),

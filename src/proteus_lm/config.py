@@ -24,9 +24,10 @@ _COUNTS = (
 _OPTIONAL_COUNTS = ("window", "segment_length")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _POSITIVE = ("norm_eps", "theta_scale")
+_OPTIONAL_POSITIVE = ("surprise_clip",)
 _NOT_NEGATIVE_COUNTS = ("persistent_tokens",)
 _NOT_NEGATIVE = ("output_correction",)
-_SWITCHES = ("tie_word_embeddings", "use_momentum", "use_forgetting", "use_cache")
+_SWITCHES = ("tie_word_embeddings", "memory_residual_norm", "use_momentum", "use_forgetting", "use_cache")
 _CHOICES = {
     "mixer": tuple(registry),
     "channel": ("mlp", "chain"),
@@ -36,6 +37,7 @@ _CHOICES = {
     "positions": ("document", "window"),
     "memory_activation": ("gelu_tanh", "silu"),
     "read": ("post", "pre"),
+    "decay_target": ("zero", "init"),
     "titans_variant": tuple(titans_forms),
     "mag_combine": tuple(COMBINE),
     "inner_decay": ("after_norm", "before_norm"),
@@ -78,9 +80,12 @@ class ProteusConfig(PreTrainedConfig):
         swla_window: c, pairs that a token of sliding-window linear attention writes.
         memory_depth, memory_expansion, memory_activation: matrices of Titans' memory, its hidden width in head_dim, the function
             between (gelu_tanh | silu).
+        memory_residual_norm: Titans' memory is x + LN(MLP(x)); the norm's gain and bias are learned, but not written by tokens.
         chunk_size: tokens whose gradients are taken at the same weights (Titans' inner chunk; part of the model).
         read: of the memory with ("post") or without ("pre", Proteus eq 11 to the letter) the token's own write.
         use_momentum, use_forgetting: Titans' gates eta and alpha.
+        decay_target: what forgetting pulls Titans' memory to: "zero" as printed, or its learned start, "init" (docs/choices.md).
+        surprise_clip: limit of the norm of a token's inner gradient, all matrices of a head's memory together; None for none.
         theta_scale: bound of theta * chunk_size / (1 - eta); 1 is safe (spec/deep.md 6).
         titans_variant: form of Titans (docs/titans-forms.md): lmm, the memory alone; mac, mag, mal with attention.
         persistent_tokens: learned rows of each block before every document, written to Titans' memory as one inner chunk (not with
@@ -125,10 +130,13 @@ class ProteusConfig(PreTrainedConfig):
     memory_depth: int = 2
     memory_expansion: int = 4
     memory_activation: str = "gelu_tanh"
+    memory_residual_norm: bool = False
     chunk_size: int = 64
     read: str = "post"
     use_momentum: bool = True
     use_forgetting: bool = True
+    decay_target: str = "zero"
+    surprise_clip: float | None = None
     theta_scale: float = 1.0
     titans_variant: str = "lmm"
     persistent_tokens: int = 0
@@ -306,6 +314,8 @@ def _check_value(name: str, value: Any) -> None:
         rule = None if value is None or (whole and value >= 0) or several else "a token id, or None"
     elif name in _POSITIVE:
         rule = None if number and value > 0 else "a number above 0"
+    elif name in _OPTIONAL_POSITIVE:
+        rule = None if value is None or (number and value > 0) else "a number above 0, or None"
     elif name in _NOT_NEGATIVE:
         rule = None if number and value >= 0 else "a number of at least 0"
     elif name == "schedule_frac":

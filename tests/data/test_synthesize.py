@@ -47,6 +47,18 @@ def test_the_task_is_known_again_and_its_fresh_rows_are_not_in_the_data(made):
     assert not seen & fresh
 
 
+def test_a_document_can_hold_several_rows_one_after_the_other(tmp_path):
+    spec = TaskSpec("mqar", length=16, pairs=2, vocab=8, rows=20, seed=3, episodes=3)
+    synthesize(spec, tmp_path / "data", progress=False)
+    wanted = {tuple(row) for row in spec.make(60, 3).tokens.view(20, 48).tolist()}
+    data = [TokenDataset(tmp_path / "data", split) for split in ("train", "validation")]
+    found = {tuple(int(t) for t in d.document(i)) for d in data for i in range(d.documents)}
+    assert {row[:-1] for row in found} == wanted
+    assert spec.context == 49 == len(next(iter(found)))
+    assert task_of(tmp_path / "data") == spec
+    assert spec.fresh(5).tokens.shape == (5, 16)
+
+
 def test_the_tokenizer_is_that_of_transformers_too(made):
     from transformers import AutoTokenizer
 
@@ -85,6 +97,7 @@ def test_data_of_another_origin_have_no_task_and_a_spoilt_file_is_an_error(tmp_p
     [
         ({"task": "copy"}, "task 'copy' is not known; use one of mqar, stream"),
         ({"rows": 1}, "rows is 1"),
+        ({"episodes": 0}, "episodes is 0"),
         ({"length": 15}, "length is 15 with 4 pairs"),
         ({"task": "stream", "pairs": 12}, "vocab is 24 with 12 keys"),
     ],

@@ -31,7 +31,8 @@ def options(mixer: str, **changes: Any) -> dict[str, Any]:
 def cases() -> list[Any]:
     """Every mixer x {one block, four blocks along each axis it has}, read before the write, with a window; Hope-Attention.
 
-    The forms of Titans without persistent tokens and one block, and with both.
+    The forms of Titans without persistent tokens and one block, and with both; two of them clipped, and decaying to their start;
+    one that is residual with a norm.
     """
     found = {}
     for name, mixer in registry.items():
@@ -50,6 +51,10 @@ def cases() -> list[Any]:
         if form != "lmm":
             found[f"titans-{form}-E1"] = options("titans", titans_variant=form)
         found[f"titans-{form}-persistent-E4"] = options("titans", titans_variant=form, **scheduled)
+    update = {"surprise_clip": 0.3, "decay_target": "init"}
+    for form in ("lmm", "mac"):
+        found[f"titans-{form}-clip-init-E4"] = options("titans", titans_variant=form, **update, **scheduled)
+    found["titans-mac-norm-E4"] = options("titans", titans_variant="mac", memory_residual_norm=True, **scheduled)
     found["attention-chain"] = options("attention", channel="chain", chain_periods=[1, 3])
     return [pytest.param(fields, id=name) for name, fields in found.items()]
 

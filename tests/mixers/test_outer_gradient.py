@@ -25,6 +25,10 @@ CASES |= {
     "lmm-pre-E4": {"read": "pre", **SCHEDULED},
     "lmm-persistent": {"persistent_tokens": 3},
     "mac-persistent-E4": {"titans_variant": "mac", "persistent_tokens": 3, **SCHEDULED},
+    "lmm-init-E4": {"decay_target": "init", "persistent_tokens": 3, **SCHEDULED},
+    "lmm-norm-E4": {"memory_residual_norm": True, **SCHEDULED},
+    "mac-norm-init-E4": {"titans_variant": "mac", "memory_residual_norm": True, "decay_target": "init", **SCHEDULED},
+    "mac-init-E4": {"titans_variant": "mac", "decay_target": "init", **SCHEDULED},
     "lmm-ttt": {"use_momentum": False, "use_forgetting": False},
 }
 WHOLE, PIECES = [LENGTH], [5, 1, 8]

@@ -107,7 +107,8 @@ def test_rewinding_to_a_snapshot_gives_the_same_bits_again(fields, at):
         ys, states = decode(mixer, schedule, xs, start, zero)
         kept = start if at == 0 else states[at - 1]
         snapshot = mixer.snapshot(kept)
-        wrong, other = decode(mixer, schedule, inputs(2, seed=7, dtype=torch.float32)[:5], kept, zero + at)  # a draft that is refused
+        draft = inputs(2, seed=7, dtype=torch.float32)[:5]  # one that is refused
+        wrong, other = decode(mixer, schedule, draft, kept, zero + at)
         assert not torch.equal(wrong, ys[at : at + 5])
         for x in tensors(other[-1]):  # an engine may reuse its buffers: a snapshot has memory of its own
             x.fill_(-7)
@@ -187,7 +188,6 @@ def test_a_snapshot_of_another_model_is_refused(fields):
 
 
 def test_names_are_paths_and_find_their_way_back():
-    mixer, _, _ = parts(cases()[0].values[0])
     for case in cases():
         state = make(case.values[0]).layers[0].mixer.init_state(1, "cpu", torch.float64)
         assert_equal(named_state(named_tensors(state), state), state)

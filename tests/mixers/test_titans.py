@@ -28,10 +28,13 @@ def by_hand(mixer, x, config):
         else lambda z: torch.nn.functional.gelu(z, approximate="tanh")
     )
 
-    def memory(weights, z):
+    def memory(weights, x):
+        z = x
         for i, w in enumerate(weights):
             z = z @ w if i == len(weights) - 1 else act(z @ w)
-        return z
+        if not config.memory_residual_norm:
+            return z
+        return x + torch.nn.functional.layer_norm(z, z.shape[-1:], mixer.gain[head], mixer.bias[head], eps=1e-6)
 
     read = torch.zeros_like(v)
     for row in range(len(x)):
@@ -45,9 +48,14 @@ def by_hand(mixer, x, config):
                 with torch.enable_grad():
                     loss = 0.5 * (memory(leaves, k[row, t, head]) - v[row, t, head]).square().sum()
                 gradients = torch.autograd.grad(loss, leaves)
+                if config.surprise_clip is not None:
+                    norm = sum(g.square().sum() for g in gradients).sqrt()
+                    gradients = [g * min(1.0, config.surprise_clip / norm) for g in gradients]
                 before = weights
                 momentum = [eta[row, t, head] * s - theta[row, t, head] * g for s, g in zip(momentum, gradients)]
                 weights = [(1 - alpha[row, t, head]) * w + s for w, s in zip(weights, momentum)]
+                if config.decay_target == "init":
+                    weights = [w + alpha[row, t, head] * w0[head] for w, w0 in zip(weights, mixer.initial)]
                 read[row, t, head] = memory(weights if config.read == "post" else before, q[row, t, head])
     return mixer.output(read, x)
 
@@ -62,6 +70,11 @@ def by_hand(mixer, x, config):
         {"memory_activation": "silu"},
         {"use_momentum": False},
         {"use_forgetting": False},
+        {"decay_target": "init"},
+        {"surprise_clip": 0.7},
+        {"memory_residual_norm": True},
+        {"memory_residual_norm": True, "memory_depth": 1, "memory_expansion": 4, "surprise_clip": 2.0},
+        {"surprise_clip": 0.3, "decay_target": "init", "memory_depth": 3},
         {"chunk_size": 1, "theta_scale": 0.3},
     ],
     ids=str,
@@ -70,6 +83,8 @@ def test_the_memory_learns_by_gradient_descent(changes):
     fields = options("titans", **changes)
     mixer, config, x = make(fields).layers[0].mixer, ProteusConfig(**fields), inputs()
     with torch.no_grad():
+        for parameter in mixer.norm or ():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
         wanted = by_hand(mixer, x, config)
         y, _ = mixer(x, TokenSequence(config.schedule, 2, T))
         assert_near(y, wanted)
@@ -162,5 +177,6 @@ def test_operations_are_those_of_the_table_of_spec_deep_2_5():
 
     assert memory() == 22 * 64 * 256 + 4 * 64 * (64 + 256)
     assert memory(use_momentum=False) == 14 * 64 * 256 + 4 * 64 * (64 + 256)
+    assert memory(decay_target="init") == memory() + 2 * (2 * 64 * 256)  # one more read of both matrices
     share = (1 + 1 / 16) / 2
     assert memory(memory_blocks=16) == pytest.approx(22 * 64 * 256 * share + 4 * 64 * (64 + 256 * share))

@@ -38,6 +38,7 @@ def make(
     depth: int = 2,
     rows: int | None = None,
     heads: int = HEADS,
+    value: int = VALUE,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     grad: bool = False,
@@ -52,10 +53,10 @@ def make(
         return high * torch.rand(batch, tokens, heads, generator=generator, dtype=torch.float64)
 
     rows = batch if rows is None else rows
-    sides = [HEAD, *[HIDDEN] * (depth - 1), VALUE]
+    sides = [HEAD, *[HIDDEN] * (depth - 1), value]
     shapes = [(heads, a, b) for a, b in zip(sides, sides[1:])]
     q, k = (normalize(normal(batch, tokens, heads, HEAD), dim=-1) for _ in range(2))
-    inputs = [q, k, 0.5 * normal(batch, tokens, heads, VALUE), uniform(0.3), uniform(0.3), uniform(0.8)]
+    inputs = [q, k, 0.5 * normal(batch, tokens, heads, value), uniform(0.3), uniform(0.3), uniform(0.8)]
     weights = [normal(*shape) * shape[1] ** -0.5 for shape in shapes]
     state = [normal(rows, *shape) * shape[1] ** -0.5 for shape in shapes], [0.05 * normal(rows, *shape) for shape in shapes]
     made: list[Any] = [[t.to(dtype).requires_grad_(grad) for t in part] for part in (inputs, weights, *state)]

@@ -402,8 +402,8 @@ def test_operator_keeps_what_it_promises_to_torch():
     case = make(2, 9, grad=True)
     state = [[t.detach().requires_grad_() for t in part] for part in case.state]
     opened, offset = torch.full((1, 9), HIDDEN), torch.tensor([0, 2])
-    options = (opened, None, offset, None, None, 4, "post", "gelu_tanh", True, True)
-    torch.library.opcheck(titans_scan, (case.tokens, [], *state, *options))
+    options = (opened, None, offset, None, None, 4, "post", "gelu_tanh", None, True, True)
+    torch.library.opcheck(titans_scan, (case.tokens, [], *state, [], [], *options))
 
 
 @pytest.mark.parametrize("packed", [False, True])

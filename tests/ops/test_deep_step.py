@@ -141,6 +141,12 @@ def test_options_and_states_of_another_kind_are_refused():
         titans_step(*now, case.state)
 
 
+interpreted = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
+    reason="needs triton's interpreter: triton, and no GPU",
+)
+
+
 def kernel_case(read, depth, blocks, context, dtype=torch.float32):
     """Tokens, weights and a schedule small enough for the interpreter, of sizes that the kernel takes."""
     torch.manual_seed(depth)
@@ -154,7 +160,7 @@ def kernel_case(read, depth, blocks, context, dtype=torch.float32):
     return tokens, [w.to(device) for w in weights], schedule(blocks, context), hidden
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@interpreted
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(
     ("read", "depth", "blocks", "context"), [("post", 1, 4, 24), ("post", 2, 1, 1), ("post", 2, 4, 24), ("pre", 2, 4, 24)]
@@ -182,7 +188,7 @@ def test_the_kernel_steps_as_pytorch_does(read, depth, blocks, context, inplace)
                 assert_same_state(given, before, 0)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@interpreted
 @pytest.mark.parametrize("inplace", [False, True])
 def test_the_kernel_leaves_locked_units_their_bits(inplace):
     tokens, weights, plan, units = kernel_case("post", 2, 4, 4000)

@@ -111,3 +111,33 @@ def test_surprise_is_the_norm_of_the_inner_gradients_of_the_open_chunk(depth, me
             norms.append(sum(kept).sqrt().mean())
         wanted = torch.stack(norms).mean() if norms else torch.zeros((), dtype=torch.float64)
         torch.testing.assert_close(got[row], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_residual_memory_is_read_and_surprised_through_its_norm():
+    """Its parts are checked against a read by hand and automatic differentiation of the loss."""
+    weights, q = case(2)
+    weights = [weights[0], torch.randn(N, H, F, D, dtype=torch.float64)]
+    norm = torch.randn(H, D, dtype=torch.float64), torch.randn(H, D, dtype=torch.float64)
+
+    def memory(leaves, x, head):
+        z = torch.nn.functional.gelu(x @ leaves[0], approximate="tanh") @ leaves[1]
+        return x + torch.nn.functional.layer_norm(z, (D,), norm[0][head], norm[1][head], eps=1e-6)
+
+    got = titans_read(weights, q, residual_norm=norm)
+    for row in range(N):
+        for head in range(H):
+            wanted = memory([w[row, head] for w in weights], q[row, :, head], head)
+            torch.testing.assert_close(got[row, :, head], wanted, rtol=1e-12, atol=1e-12)
+    gates = [torch.full((N, L, H), x, dtype=torch.float64) for x in (0.05, 0.1, 0.5)]
+    v = torch.randn(N, L, H, D, dtype=torch.float64)
+    start = [w[0] for w in weights]
+    _, state = titans_memory(q, q, v, *gates, start, chunk=L + 1, residual_norm=norm, output_final_state=True)
+    norms = torch.zeros(N, dtype=torch.float64)
+    for row in range(N):
+        for head in range(H):
+            for i in range(L):
+                leaves = [w[head].clone().requires_grad_() for w in start]
+                loss = 0.5 * (memory(leaves, q[row, i, head], head) - v[row, i, head]).square().sum()
+                parts = torch.autograd.grad(loss, leaves)
+                norms[row] += sum(p.square().sum() for p in parts).sqrt() / (H * L)
+    torch.testing.assert_close(titans_surprise(state, residual_norm=norm), norms, rtol=1e-10, atol=1e-10)

@@ -1,4 +1,4 @@
-"""The command `proteus`: one file a group of commands. Nothing heavy is imported until a command runs, so that help comes at once.
+"""The command `proteus`: one file a group of commands, which import what they need when they run.
 
 Errors a user can do something about are one line on standard error and exit code 2; Ctrl-C exits with 130.
 `--debug` anywhere on the line, or PROTEUS_DEBUG=1, shows the traceback instead.

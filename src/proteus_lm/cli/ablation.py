@@ -53,6 +53,6 @@ def ablate(
 
 def _seeds(text: str) -> tuple[int, ...]:
     names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or not all(name.isdigit() for name in names):
+    if not names or not all(name.isdecimal() for name in names):
         raise ValueError(f"--seeds {text!r} must be whole numbers with commas between, such as 0,1,2")
     return tuple(int(name) for name in names)

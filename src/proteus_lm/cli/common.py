@@ -78,14 +78,14 @@ def window_length(name: str, training: int) -> int | None:
     """Tokens of a window named 2x, 4096 or documents (None)."""
     if name == "documents":
         return None
-    if name.isdigit():
+    if name.isdecimal():
         return int(name)
     return multiple(name) * training
 
 
 def multiple(name: str) -> int:
     """The number of 2x. Raises ValueError for anything else."""
-    if not name.endswith("x") or not name[:-1].isdigit() or int(name[:-1]) < 1:
+    if not name.endswith("x") or not name[:-1].isdecimal() or int(name[:-1]) < 1:
         raise ValueError(f"context {name!r} is not a length; give 1x, 2x, ... for multiples of the training context")
     return int(name[:-1])
 
@@ -96,10 +96,13 @@ def token_counts(items: Iterable[str]) -> tuple[int, ...] | None:
     Raises:
         ValueError: for what is no length.
     """
-    found = []
-    for name in split_commas(items):
+    items, found = list(items), []
+    names = split_commas(items)
+    if items and not names:
+        raise ValueError("no length is given; give 4096, 4K (4096 tokens) or 1M, or leave the option out")
+    for name in names:
         digits, unit = (name[:-1], name[-1].upper()) if name[-1].upper() in "KM" else (name, "")
-        if not digits.isdigit() or int(digits) < 1:
+        if not digits.isdecimal() or int(digits) < 1:
             raise ValueError(f"length {name!r} is not a number of tokens; give 4096, 4K (4096 tokens) or 1M")
         found.append(int(digits) * {"": 1, "K": 1 << 10, "M": 1 << 20}[unit])
     return tuple(sorted(set(found))) or None

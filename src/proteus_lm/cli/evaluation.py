@@ -93,6 +93,18 @@ def evaluate(
         out: (suite) Folder for the results; by default RUN/evals.
     """
     no_bars()
+    windows = (
+        ("--context", context, ("1x",)),
+        ("--split", split, "validation"),
+        ("--max-tokens", max_tokens, None),
+        ("--bins", bins, 16),
+    )
+    of_suites = (
+        *(("--data", data, None), ("--tasks", tasks, ()), ("--limit", limit, None), ("--lengths", lengths, ())),
+        *(("--samples", samples, None), ("--seed", seed, 0), ("--dtype", dtype, "float32"), ("--out", out, None)),
+        *(("--allow-truncation", allow_truncation, False), ("--offline", offline, False), ("--cache", cache, None)),
+    )
+    _refuse(of_suites, "with") if suite is None else _refuse(windows, "without")
     if suite == "fig3":
         raise ValueError(
             "Figure 3 compares runs that are trained for it; use: proteus ablate RECIPE --over model.memory_blocks=1,8,16,32"
@@ -132,6 +144,13 @@ def evaluate(
     print(f"{checkpoint}, {split} split, trained with a context of {training:,} tokens")
     for name, result in results.items():
         print("\n" + _describe(name, result))
+
+
+def _refuse(options: tuple[tuple[str, object, object], ...], how: str) -> None:
+    """Raise ValueError for an option (name, value, default) that would be passed over in silence."""
+    given = [name for name, value, default in options if value != default]
+    if given:
+        raise ValueError(f"{', '.join(given)} can be given {how} --suite only; see proteus eval --help")
 
 
 def _describe(name: str, result: PerplexityResult) -> str:
@@ -203,15 +222,19 @@ def _results_folder(run: Path) -> Path:
 
 def _suites(model: LanguageModel, run: Path, suite: str, options: SuiteOptions, out: Path, as_json: bool) -> None:
     """Run one suite, or all; each is saved as soon as it is done. A suite that fails in `all` says so and the others go on."""
+    from proteus_lm.data.files import make_folder
     from proteus_lm.evals.provenance import with_provenance
     from proteus_lm.evals.suite import SUITES
 
+    if suite == "all" and options.tasks is not None:
+        raise ValueError(f"--tasks {' '.join(options.tasks)} chooses among the tasks of one suite; name it in place of all")
+    make_folder(out)  # before the work: a folder that cannot be made would lose its result
     failed = []
     for name in SUITES if suite == "all" else (suite,):
         try:
             chosen = _own_documents(options, run) if name == "fig4" else options
             result = with_provenance(SUITES[name](model, chosen), model, chosen)
-        except (ValueError, ImportError) as error:
+        except (ValueError, ImportError, ArithmeticError, RuntimeError) as error:  # a device out of memory is the last
             if suite != "all":
                 raise
             failed.append(f"{name}: {' '.join(str(error).split())}")

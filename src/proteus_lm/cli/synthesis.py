@@ -20,6 +20,7 @@ def synthesize(
     pairs: int | None = None,
     vocab: int | None = None,
     rows: int | None = None,
+    episodes: int | None = None,
     seed: int = 0,
     overwrite: bool = False,
 ) -> None:
@@ -32,22 +33,23 @@ def synthesize(
     Args:
         task: mqar or stream.
         out: Folder to write, as proteus prepare writes it, with task.json.
-        length: Tokens of a row; train with data.context = length + 1 and data.allow_short_documents. By default 16 (mqar) or
+        length: Tokens of a row; train with data.context = length * episodes + 1. By default 16 (mqar) or
             511 (stream).
         pairs: Pairs of a row, or different keys of a stream. By default 4 (mqar), 16 (stream).
         vocab: Tokens: half of them keys, half values. By default 16 (mqar), 64 (stream).
-        rows: Rows in all. By default 20000 (mqar), 4000 (stream).
+        rows: Documents. By default 4000.
+        episodes: Rows of the task in a document, one after the other. By default 8 (mqar), 1 (stream).
         seed: Of the rows.
         overwrite: Replace prepared data that is there already.
     """
     from proteus_lm.data.synthesize import TaskSpec
     from proteus_lm.data.synthesize import synthesize as make
 
-    usual = {"mqar": (16, 4, 16, 20000), "stream": (511, 16, 64, 4000)}[task]
-    given = (length, pairs, vocab, rows)
+    usual = {"mqar": (16, 4, 16, 4000, 8), "stream": (511, 16, 64, 4000, 1)}[task]
+    given = (length, pairs, vocab, rows, episodes)
     sizes = [value if value is not None else default for value, default in zip(given, usual)]
-    spec = TaskSpec(task, *sizes, seed=seed)
+    spec = TaskSpec(task, *sizes[:4], seed=seed, episodes=sizes[4])
     manifest = make(spec, out, overwrite=overwrite)
     for name, split in manifest.splits.items():
-        print(f"{name:<10} {split.documents:,} rows, {split.tokens:,} tokens")
-    print(f"prepared   {out} (train with data.context={spec.length + 1} data.allow_short_documents=true)")
+        print(f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens")
+    print(f"prepared   {out} (train with data.context={spec.context} data.allow_short_documents=true)")

@@ -31,6 +31,8 @@ class TaskSpec:
         vocab: tokens of the task; the end token of a row has the id `vocab`.
         rows: documents.
         seed: of the first rows; later ones follow.
+        episodes: rows of the task in a document, one after the other: where rows are short, an end token behind each of them was
+            seen to keep small models from learning the task.
 
     Raises:
         ValueError: for a task nobody knows, or sizes it cannot have.
@@ -42,17 +44,25 @@ class TaskSpec:
     vocab: int
     rows: int
     seed: int = 0
+    episodes: int = 1
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ValueError(f"task {self.task!r} is not known; use one of {', '.join(TASKS)}")
         if self.rows < 2:
             raise ValueError(f"rows is {self.rows}; it must be at least 2, one of them to validate")
+        if self.episodes < 1:
+            raise ValueError(f"episodes is {self.episodes}; it must be at least 1")
         self.make(1, self.seed)  # raises where the sizes do not go together
 
     def make(self, batch: int, seed: int) -> Task:
         """Rows of the task; a seed is a batch."""
         return TASKS[self.task](batch, self.length, self.pairs, self.vocab, seed)
+
+    @property
+    def context(self) -> int:
+        """Tokens of a document with its end token: the `data.context` to train with."""
+        return self.length * self.episodes + 1
 
     @property
     def names(self) -> tuple[range, range]:
@@ -79,7 +89,7 @@ def number_tokenizer(vocab: int) -> Tokenizer:
 def synthesize(spec: TaskSpec, out: str | Path, *, overwrite: bool = False, progress: bool = True) -> Manifest:
     """Make the rows of a task and prepare them: OUT as `proteus prepare` writes it, and OUT/task.json.
 
-    A row is a document; with its end token it is a window of `data.context` = length + 1 tokens, so that no window holds parts of
+    A document with its end token is a window of `data.context` = `TaskSpec.context` tokens, so that no window holds parts of
     two (`data.allow_short_documents` says that this is meant: a longer document would hold the window's last target too).
 
     Raises:
@@ -91,8 +101,9 @@ def synthesize(spec: TaskSpec, out: str | Path, *, overwrite: bool = False, prog
         write_text(tokenizer, number_tokenizer(spec.vocab).to_str())
         with source.open("w", encoding="utf-8") as file:
             for first in range(0, spec.rows, _ROWS):
-                made = spec.make(min(_ROWS, spec.rows - first), spec.seed + first)
-                file.writelines(json.dumps({"text": " ".join(map(str, row))}) + "\n" for row in made.tokens.tolist())
+                count = min(_ROWS, spec.rows - first)
+                made = spec.make(count * spec.episodes, spec.seed + first).tokens.view(count, -1)
+                file.writelines(json.dumps({"text": " ".join(map(str, row))}) + "\n" for row in made.tolist())
         share = max(0.05, 2 / spec.rows)
         manifest = prepare(source, tokenizer, out, validation_fraction=share, overwrite=overwrite, workers=0, progress=progress)
     write_json(out / TASK_FILE, asdict(spec))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 TIMEOUT = 5.0
@@ -35,6 +37,26 @@ def require_hub(what: str, remedy: str, *, offline: bool = False) -> None:
         reason = _unreachable()
     if reason:
         raise MissingData(f"{what} is not here, and {reason}. {remedy}")
+
+
+@contextlib.contextmanager
+def without_hub() -> Iterator[None]:
+    """The hub's libraries look into their caches only: `datasets` and `huggingface_hub` read the environment when first imported.
+
+    Not for threads: the switches are the libraries' own, and are as before when this ends.
+    """
+    import huggingface_hub
+    from datasets import config
+
+    places = [(config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")]
+    before = [getattr(place, name) for place, name in places]
+    for place, name in places:
+        setattr(place, name, True)
+    try:
+        yield
+    finally:
+        for (place, name), value in zip(places, before):
+            setattr(place, name, value)
 
 
 def _unreachable() -> str:

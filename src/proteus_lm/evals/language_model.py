@@ -282,7 +282,7 @@ class LanguageModel:
             tokens[i, : len(row)] = row
         slots = [(i, answer) for i, answers in enumerate(asked) for answer in answers]
         totals, misses = torch.zeros(2, len(slots), dtype=torch.float64)
-        for start, logits in self._pieces(tokens.to(self.device), min(firsts) - 1):
+        for start, logits in self.pieces(tokens.to(self.device), min(firsts) - 1):
             # A token at place p is predicted by the logits of column p - 1.
             spans = [(max(first, start + 1), min(len(row), start + logits.shape[1]) + 1) for first, row in zip(firsts, inputs)]
             cuts = [answer[max(0, spans[i][0] - firsts[i]) : max(0, spans[i][1] - firsts[i])] for i, answer in slots]
@@ -301,7 +301,7 @@ class LanguageModel:
         scores = iter(zip(totals.tolist(), (misses == 0).tolist()))
         return [[next(scores) for _ in answers] for answers in asked]
 
-    def _pieces(self, tokens: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, tokens: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
         """Logits of right-padded rows (B, T) from column `start` on, piece by piece: first column, (B, t, vocabulary)."""
         rows, width = tokens.shape
         size, room = self.chunk, max(1, LOGITS // (rows * self.vocab_size))

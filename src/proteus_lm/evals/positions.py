@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from proteus_lm.data.dataset import TokenDataset
 from proteus_lm.data.sources import open_source
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from proteus_lm.evals.language_model import LanguageModel
     from proteus_lm.evals.suite import SuiteOptions
 
-SUITE, METRIC, VERSION = "fig4", "perplexity", "1"
+SUITE, ALL, METRIC, VERSION = "fig4", "all", "perplexity", "1"
 LONGEST = 32768
 """Positions the paper shows."""
 LONG_TEXTS = "public_domain_essays.jsonl.gz"
@@ -69,13 +68,15 @@ def perplexity_by_position(model: LanguageModel, options: SuiteOptions) -> Suite
     is where reading stops. Errors are over documents. `extra["raw"]` is `PerplexityResult.to_raw()`, for paired comparison.
 
     Raises:
-        ValueError: for documents longer than the model's position limit, unless truncation is allowed (and counted).
+        ValueError: for documents longer than the model's position limit, unless truncation is allowed (and counted); for a task
+            other than "all".
     """
+    options.chosen((ALL,))
     longest = max(options.lengths or (LONGEST,))
     try:
         documents, source = load_documents(model, options)
     except MissingData as missing:
-        return SuiteResult(SUITE, model.name, options.command, (Score.not_run("all", METRIC, str(missing), version=VERSION),))
+        return SuiteResult(SUITE, model.name, options.command, (Score.not_run(ALL, METRIC, str(missing), version=VERSION),))
     cut = 0
     if model.max_length is not None and model.max_length < longest:
         cut = sum(len(documents.document(i)) - 1 > model.max_length for i in range(documents.documents))
@@ -93,9 +94,9 @@ def perplexity_by_position(model: LanguageModel, options: SuiteOptions) -> Suite
         edges=octave_edges(longest),
         longest=longest,
         bytes_per_token=documents.bytes / documents.tokens,
-        read=lambda tokens: _logits(model, tokens),
+        read=lambda tokens: model.pieces(tokens, 0),
     )
-    scores = [_score("all", result.whole, cut, source)]
+    scores = [_score(ALL, result.whole, cut, source)]
     scores += [_score(f"{a}-{b - 1}", e, cut, source) for a, b, e in zip(result.edges, result.edges[1:], result.bins)]
     return SuiteResult(SUITE, model.name, options.command, tuple(scores), {"longest": longest, "raw": result.to_raw()})
 
@@ -111,6 +112,7 @@ def load_documents(model: LanguageModel, options: SuiteOptions) -> tuple[TextDoc
 
     Raises:
         MissingData: where there are none.
+        ValueError: where they hold no text.
     """
     remedy = "give --data: a folder that `proteus prepare` wrote, or one that holds " + LONG_TEXTS
     if options.data is None:
@@ -131,6 +133,8 @@ def load_documents(model: LanguageModel, options: SuiteOptions) -> tuple[TextDoc
         ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         rows.append(np.array([*ids, model.eos_id], dtype=np.int64))  # pyright: ignore[reportGeneralTypeIssues]
         size += len(text.encode())
+    if not size:
+        raise ValueError(f"{source} holds no text; {remedy}")
     return TextDocuments(rows, size), source
 
 
@@ -139,10 +143,6 @@ def _first(texts: Iterator[str], limit: int | None) -> Iterator[str]:
         if count == limit:
             return
         yield text
-
-
-def _logits(model: LanguageModel, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
-    return model._pieces(tokens, 0)  # the one place that knows every model's cache
 
 
 def _score(task: str, loss: Estimate, cut: int, source: str) -> Score:

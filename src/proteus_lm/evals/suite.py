@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from proteus_lm.data.files import write_json
+from proteus_lm.data.files import make_folder, write_json
 from proteus_lm.evals.hub import MissingData, require_hub
 
 if TYPE_CHECKING:
@@ -87,8 +87,10 @@ class SuiteResult:
             scores = tuple(
                 Score(**{**score, **{name: _number(score[name]) for name in ("value", "stderr")}}) for score in data["scores"]
             )
-            return cls(data["suite"], data["model"], data["command"], scores, dict(data["extra"]))
-        except (KeyError, TypeError) as error:
+            extra = dict(data["extra"])
+            extra.get("provenance", {}).keys()  # a mapping where it is there
+            return cls(data["suite"], data["model"], data["command"], scores, extra)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"this is not the result of a suite ({type(error).__name__}: {error}); give one that was saved"
             ) from error
@@ -96,7 +98,7 @@ class SuiteResult:
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all; the folder is made."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_json(path, self.to_dict())
 
     @classmethod
@@ -111,7 +113,10 @@ class SuiteResult:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is not JSON ({error}); give a file that a suite saved") from error
-        return cls.from_dict(data)
+        try:
+            return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def score(self, task: str, metric: str) -> Score:
         """The score of a task and metric.

@@ -51,6 +51,7 @@ class TitansMemory(Mixer):
     fields = frozenset(
         {"conv_size", "memory_blocks", "memory_policy", "memory_unlocks", "memory_depth", "memory_expansion", "memory_activation"}
         | {"chunk_size", "read", "use_momentum", "use_forgetting", "theta_scale", "titans_variant", "persistent_tokens"}
+        | {"decay_target", "surprise_clip", "memory_residual_norm"}
     )
     writes_persistent: ClassVar[bool] = True
     """Whether the persistent tokens are written to the memory."""
@@ -61,6 +62,7 @@ class TitansMemory(Mixer):
         self.schedule = config.schedule
         self.chunk, self.read, self.function = config.chunk_size, config.read, config.memory_activation
         self.use_momentum, self.use_forgetting, self.scale = config.use_momentum, config.use_forgetting, config.theta_scale
+        self.clip, self.decay_target = config.surprise_clip, config.decay_target
         self.projection = ConvProjection(hidden, heads, (dim, dim, dim), config.conv_size)
         self.theta = GateProjection(hidden, heads, STEP)
         self.alpha = GateProjection(hidden, heads, FORGETTING) if config.use_forgetting else None
@@ -69,17 +71,35 @@ class TitansMemory(Mixer):
         self._matrices = tuple(f"W{i + 1}" for i in range(len(sizes)))
         for name, (i, o) in zip(self._matrices, sizes):
             self.register_parameter(name, nn.Parameter(torch.empty(heads, i, o)))
-        self.persistent = None
+        self.persistent = self.gain = self.bias = None
         self.no_decay = self._matrices
         if config.persistent_tokens:
             self.persistent = nn.Parameter(torch.empty(config.persistent_tokens, config.hidden_size))
-            self.no_decay = (*self._matrices, "persistent")
+            self.no_decay = (*self.no_decay, "persistent")
+        if config.memory_residual_norm:
+            self.gain, self.bias = (nn.Parameter(torch.empty(heads, dim)) for _ in range(2))
+            self.no_decay = (*self.no_decay, "gain", "bias")
         self.units = self.memory_dim(config)
 
     @property
     def initial(self) -> tuple[Tensor, ...]:
         """The learned initial memory W1 .. WL, each (H, in, out)."""
         return tuple(getattr(self, name) for name in self._matrices)
+
+    def weights_now(self, memory: TitansState) -> tuple[Tensor, ...]:
+        """W1 .. WL (N, H, in, out) behind the last token, the open chunk's tokens written."""
+        options = {"surprise_clip": self.clip, "initial": self._target, "residual_norm": self.norm}
+        return titans_weights(memory, memory_activation=self.function, **options)[0]
+
+    @property
+    def norm(self) -> tuple[Tensor, Tensor] | None:
+        """Gain and bias (H, D) of a memory x + LN(f(x)), which it does not write; None for plain f(x)."""
+        return None if self.gain is None or self.bias is None else (self.gain, self.bias)
+
+    @property
+    def _target(self) -> tuple[Tensor, ...] | None:
+        """What the weights decay to, None for zero. Persistent tokens do not change it."""
+        return self.initial if self.decay_target == "init" else None
 
     @classmethod
     def memory_input(cls, config: ProteusConfig) -> int:
@@ -90,6 +110,9 @@ class TitansMemory(Mixer):
         """Initial memory of variance 1 / inputs, its last matrix smaller, never zero; persistent rows like normed tokens."""
         if self.persistent is not None:
             nn.init.normal_(self.persistent)
+        if self.gain is not None and self.bias is not None:
+            nn.init.ones_(self.gain)
+            nn.init.zeros_(self.bias)
         for weight in self.initial:
             scale = LAST_LAYER if weight is self.initial[-1] else 1.0
             nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
@@ -106,6 +129,11 @@ class TitansMemory(Mixer):
             raise ValueError(
                 f"theta_scale is {config.theta_scale} with chunk_size {config.chunk_size}: a token's step theta_scale / chunk_size "
                 "must not exceed 1; use a theta_scale of at most the chunk size (1 is safe)"
+            )
+        if config.decay_target != "zero" and not config.use_forgetting:
+            raise ValueError(
+                f"decay_target is {config.decay_target!r} with use_forgetting False, where nothing decays; use use_forgetting "
+                "True, or leave decay_target at 'zero'"
             )
         for name in ("memory_expansion", "memory_activation"):
             if config.memory_depth == 1 and getattr(config, name) != config.default(name):
@@ -136,11 +164,12 @@ class TitansMemory(Mixer):
 
     @classmethod
     def parameter_count(cls, config: ProteusConfig) -> int:
-        """Projections with their convolution, gates with bias, initial memory, persistent tokens."""
+        """Projections with their convolution, gates with bias, initial memory and its norm, persistent tokens."""
         width, heads, dim = cls.memory_input(config), config.num_heads, config.head_dim
         projection = ConvProjection.parameter_count(width, heads, (dim, dim, dim), config.conv_size)
         gates = cls._gates(config) * (width + 1)
-        return projection + gates + cls.matrix_numbers(config) + config.persistent_tokens * config.hidden_size
+        norm = 2 * heads * dim * config.memory_residual_norm
+        return projection + gates + cls.matrix_numbers(config) + norm + config.persistent_tokens * config.hidden_size
 
     @classmethod
     def flops_per_token(cls, config: ProteusConfig, length: int) -> float:
@@ -149,15 +178,16 @@ class TitansMemory(Mixer):
         Persistent tokens are left out: they are written once a forward, however many documents it holds.
         """
         hidden, heads, dim = cls.memory_input(config), config.num_heads, config.head_dim
-        sizes, momentum = cls._layer_sizes(config), config.use_momentum
+        sizes, momentum, towards = cls._layer_sizes(config), config.use_momentum, config.decay_target == "init"
         share = mean_open(config.schedule, cls.memory_dim(config), length)
         square = mean_open(config.schedule, cls.memory_dim(config), length, power=2)
         memory = 0.0
         for i, (rows, columns) in enumerate(sizes):
             rows_gated, columns_gated = i > 0 or len(sizes) == 1, i < len(sizes) - 1
             entries = rows * columns * (square if rows_gated and columns_gated else share)
-            # write: forward, and backward to the layer below; read, and chunk end: the weights, and the momentum where there is one
-            memory += entries * (2 + 2 * (i > 0) + (8 if momentum else 4))
+            # write: forward, and backward to the layer below; read and chunk end: the weights, and the momentum where there is one;
+            # read only: what the weights decay to, where it is not zero
+            memory += entries * (2 + 2 * (i > 0) + (8 if momentum else 4) + 2 * towards)
             memory += 2 * config.chunk_size * (rows * (share if rows_gated else 1) + columns * (share if columns_gated else 1))
         dense = ConvProjection.flops(hidden, heads, (dim, dim, dim), config.conv_size)
         return dense + 2 * hidden * cls._gates(config) + heads * memory
@@ -182,6 +212,9 @@ class TitansMemory(Mixer):
             *(q, k, v, theta, alpha, eta, self.initial),
             chunk=count,
             memory_activation=self.function,
+            surprise_clip=self.clip,
+            decay_target=self.decay_target,
+            residual_norm=self.norm,
             activation=sequence.activation(self.units),
             output_final_state=True,
         )
@@ -211,7 +244,7 @@ class TitansMemory(Mixer):
 
         W_0 is the memory before the first token, persistent tokens written.
         """
-        weights, _ = titans_weights(state.memory, memory_activation=self.function)
+        weights = self.weights_now(state.memory)
         start = self._start(1)
         initial = self.initial if start is None else start[1]
         energies = [(w - w0).square().sum(1) for w, w0 in zip(weights, initial)]
@@ -225,7 +258,8 @@ class TitansMemory(Mixer):
     def surprise(self, state: Any) -> Tensor:
         """As `ops.memory_read.titans_surprise`, of the memory wherever this form keeps it."""
         memory = state.memory
-        return titans_surprise(memory if isinstance(memory, TitansState) else memory.memory, memory_activation=self.function)
+        memory = memory if isinstance(memory, TitansState) else memory.memory
+        return titans_surprise(memory, memory_activation=self.function, residual_norm=self.norm)
 
     def _step_sizes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """theta, alpha, eta (B, T, H), fp32 or wider."""
@@ -258,6 +292,9 @@ class TitansMemory(Mixer):
                 active=sequence.active(self.units),
                 read=self.read,
                 memory_activation=self.function,
+                surprise_clip=self.clip,
+                initial=self._target,
+                residual_norm=self.norm,
             )
             read = read[:, None]
         else:
@@ -267,6 +304,9 @@ class TitansMemory(Mixer):
                 chunk=self.chunk,
                 read=self.read,
                 memory_activation=self.function,
+                surprise_clip=self.clip,
+                decay_target=self.decay_target,
+                residual_norm=self.norm,
                 activation=sequence.placed(self.units),
                 initial_state=initial,
                 cu_seqlens=sequence.cu_seqlens,

@@ -179,7 +179,7 @@ class MACMixer(TitansMemory):
         (query,), after = self.query(x, sequence, state.query)
         active = None if sequence.schedule.blocks == 1 else sequence.schedule.active(self.units, slots.positions)
         rows = slots.spread(l2_normalize(query))
-        read = slots.gather(titans_read(state.weights, rows, active, memory_activation=self.function))
+        read = slots.gather(titans_read(state.weights, rows, active, memory_activation=self.function, residual_norm=self.norm))
         return self.recall_norm(self.recall(read.flatten(-2))), after
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from proteus_lm.ops._deep_activation import Pointwise
+from proteus_lm.ops._deep_loss import Loss, clip_factors, norm_gradient
 
 
 class BlockScales(NamedTuple):
@@ -47,6 +48,8 @@ class Tape(NamedTuple):
         seen, rise: (V, b, w) L - 1 times, f and f' of the read side.
         similarity: (V, b, b) L - 1 times, read rows times written rows in the layers behind the first.
         answers: (V, b, 2 out) once, the last layer's answers by the start's weights and momentum.
+        clipped: (V, b, 1) once, or nothing: factors of `clip_factors`, which are in g and curve already.
+        normed: of a residual memory, the `Normed` of its write side; or nothing.
     """
 
     pairs: Sequence[Tensor]
@@ -58,30 +61,51 @@ class Tape(NamedTuple):
     rise: Sequence[Tensor]
     similarity: Sequence[Tensor]
     answers: Sequence[Tensor]
+    clipped: Sequence[Tensor]
+    normed: Sequence[Tensor]
 
     @staticmethod
-    def of(flat: Sequence[Tensor]) -> Tape:
+    def of(flat: Sequence[Tensor], *, clip: bool, norm: bool) -> Tape:
         """From all its tensors in order."""
-        depth, rest = (len(flat) + 5) // 8, iter(flat)
-        counts = [depth, *[depth - 1] * 3, depth, *[depth - 1] * 3, 1]
-        return Tape(*([next(rest) for _ in range(count)] for count in counts))
+        rest, plain = iter(flat), len(flat) - clip - 3 * norm
+        return Tape(*([next(rest) for _ in range(count)] for count in Tape._counts((plain + 5) // 8, clip, norm)))
 
     @staticmethod
-    def count(depth: int) -> int:
+    def count(depth: int, *, clip: bool, norm: bool) -> int:
         """How many tensors it is."""
-        return 8 * depth - 5
+        return sum(Tape._counts(depth, clip, norm))
+
+    @staticmethod
+    def _counts(depth: int, clip: bool, norm: bool) -> list[int]:
+        return [depth, *[depth - 1] * 3, depth, *[depth - 1] * 3, 1, int(clip), 3 * norm]
 
 
-def tape_size(units: int, slots: int, shapes: Sequence[tuple[int, int]]) -> int:
+def tape_size(units: int, slots: int, shapes: Sequence[tuple[int, int]], *, clip: bool, norm: bool) -> int:
     """Numbers in the tape of so many units, for pairs of (n, w)."""
     hidden, (out, width) = len(shapes) - 1, shapes[-1]
-    return units * (2 * sum(n * w for n, w in shapes) + slots * (6 * hidden * width + hidden * slots + 3 * out))
+    rows = 6 * hidden * width + hidden * slots + 3 * out + clip + norm * (2 * out + 1)
+    return units * (2 * sum(n * w for n, w in shapes) + slots * rows)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, start: Sequence[Tensor], scales: BlockScales, act: Pointwise, *, keep: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Sequence[Tensor],
+    scales: BlockScales,
+    act: Pointwise,
+    *,
+    keep: bool,
+    clip: float | None = None,
+    target: Sequence[Tensor] = (),
+    norm: Sequence[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor], Tape]:
     """Write and read a run of chunks. q, k (V, b, D), v (V, b, Dv); `start` are the pairs (U, 2, n, w), which stay as they are.
+
+    Args:
+        clip: limit of a token's gradient; None: there is none.
+        target: (U, n, w) of each layer, what the weights decay to; nothing: to zero.
+        norm: of a residual memory, gain and bias (U, 1, Dv): v is then v - k, and y what the last layer puts out; else nothing.
 
     Returns:
         y (V, b, Dv); the pairs at the run's end; the tape, of which `curve` is missing without `keep`.
@@ -96,15 +120,24 @@ def forward(
     x, slope, g = ([k.new_empty(wide) for _ in range(depth - 1)] for _ in range(3))
     curve = [k.new_empty(wide) for _ in x if keep]
     g.append(torch.empty_like(v))
+    clipped = [] if clip is None else [v.new_empty(*v.shape[:2], 1)]
+    normed = [v.new_empty(*v.shape[:2], n) for n in (v.shape[-1], 1, v.shape[-1]) if norm]
     inputs = [_taken(k, start), *x]
     olds = _rounds(pairs, rounds)
-    by_round = zip(olds, [*olds[1:], new], *(_rounds(part, rounds) for part in (inputs, slope, curve, g, [v, *scales])))
-    for old, end, xs, slopes, curves, gs, (values, _, _, step, ends) in by_round:
-        _write(values, old, xs, slopes, curves, gs, act)
+    parts = (inputs, slope, curve, g, clipped, normed, [v, *scales])
+    by_round = zip(olds, [*olds[1:], new], *(_rounds(part, rounds) for part in parts))
+    for old, end, xs, slopes, curves, gs, factors, kept, (values, _, _, step, ends) in by_round:
+        _write(values, old, xs, slopes, curves, gs, act, norm, kept)
+        if clip is not None:
+            factors[0].copy_(clip_factors(clip, xs, gs))
+            for rows in (*gs, *curves):
+                rows.mul_(factors[0])
         for layer in range(depth):
             _advance(old[layer], end[layer], *_sides(layer, xs, gs), step, ends)
-    y, reading = _read(q, pairs, inputs, g, scales, act, keep=keep)
-    return y, new, Tape(pairs, x, slope, curve, g, *reading)
+        for aim, pair in zip(target, end):
+            pair[:, 0].addcmul_(aim, 1 - step[:, :1, :1])
+    y, reading = _read(q, pairs, inputs, g, scales, act, _repeated(target, rounds), keep=keep)
+    return y, new, Tape(pairs, x, slope, curve, g, *reading, clipped, normed)
 
 
 def _write(
@@ -115,12 +148,20 @@ def _write(
     curve: Sequence[Tensor],
     g: Sequence[Tensor],
     act: Pointwise,
+    norm: Sequence[Tensor],
+    normed: Sequence[Tensor],
 ) -> None:
-    """Gradients g of 1/2 ||f(k) - v||^2 at a chunk's start weights, x[0] being k; fills the other x and, where given, curve."""
+    """Gradients g of 1/2 ||f(k) - v||^2 at a chunk's start weights, x[0] being k; fills the other x, and curve and normed where
+    given."""
     depth = len(pairs)
     for layer in range(depth - 1):
         act.expand(x[layer].bmm(pairs[layer][:, 0]), x[layer + 1], slope[layer], curve[layer] if curve else None)
-    torch.baddbmm(v, x[-1], pairs[-1][:, 0].mT, beta=-1, out=g[-1])
+    if norm:
+        gradient, kept = norm_gradient(x[-1].bmm(pairs[-1][:, 0].mT), v, *norm)
+        for room, rows in zip((g[-1], *normed), (gradient, *kept)):
+            room.copy_(rows)
+    else:
+        torch.baddbmm(v, x[-1], pairs[-1][:, 0].mT, beta=-1, out=g[-1])
     for layer in range(depth - 2, -1, -1):
         h = g[layer + 1].bmm(_inward(pairs, layer + 1))
         torch.mul(h, slope[layer], out=g[layer])
@@ -135,30 +176,45 @@ def _advance(pair: Tensor, new: Tensor, narrow: Tensor, wide: Tensor, step: Tens
 
 
 def _read(
-    q: Tensor, pairs: Sequence[Tensor], x: Sequence[Tensor], g: Sequence[Tensor], scales: BlockScales, act: Pointwise, *, keep: bool
+    q: Tensor,
+    pairs: Sequence[Tensor],
+    x: Sequence[Tensor],
+    g: Sequence[Tensor],
+    scales: BlockScales,
+    act: Pointwise,
+    target: Sequence[Tensor],
+    *,
+    keep: bool,
 ) -> tuple[Tensor, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]:
-    """What the memory answers to q with each token's own weights, layer by layer: decay (x W) + carry (x S) - (mix o x X^T) G."""
+    """What the memory answers to q with each token's own weights, layer by layer: decay (x W) + carry (x S) - (mix o x X^T) G,
+    and (1 - decay) (x T) where there is a target T, (V, n, w)."""
     seen, rise, similarity = [_taken(q, pairs)], [], []
     for layer, pair in enumerate(pairs[:-1]):
         z = _twice(seen[-1], scales.reads).bmm(pair.flatten(1, 2))
         similarity.append(seen[-1].bmm(x[layer].mT))
         z.baddbmm_(similarity[-1] * scales.less, g[layer])
+        if target:
+            z.baddbmm_(seen[-1] * _decayed(scales), target[layer])
         seen.append(torch.empty_like(z))
         rise.append(torch.empty_like(z) if keep else seen[-1])
         act.expand(z, seen[-1], rise[-1] if keep else None)
     similarity.append(seen[-1].bmm(x[-1].mT))
     answers = seen[-1].bmm(pairs[-1].flatten(1, 2).mT)
     y = _once(answers, scales.reads).baddbmm_(similarity[-1] * scales.less, g[-1])
+    if target:
+        y.baddbmm_(seen[-1] * _decayed(scales), target[-1].mT)
     return y, (seen[1:], rise, similarity[1:], [answers])
 
 
 class Gradients(NamedTuple):
-    """What `backward` gives: to the tokens (of q and k, what the first layer takes in) and to the start's pairs."""
+    """What `backward` gives: to the tokens (of q and k, what the first layer takes in), start pairs, target and norm."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     pairs: list[Tensor]
+    target: list[Tensor]
+    norm: list[Tensor]
 
 
 def backward(
@@ -169,9 +225,10 @@ def backward(
     tape: Tape,
     scales: BlockScales,
     totals: BlockScales,
-    act: Pointwise,
+    target: Sequence[Tensor] = (),
+    norm: Sequence[Tensor] = (),
 ) -> Gradients:
-    """Adjoint of `forward`.
+    """Adjoint of `forward`; the factors of clipping are constants.
 
     Args:
         grad: (V, b, Dv), with respect to y.
@@ -181,14 +238,18 @@ def backward(
     depth, units = len(to_pairs), len(to_pairs[0])
     rounds = len(k) // units
     x = [_taken(k, to_pairs), *tape.x]
-    to_q, to_x, to_g, added = _read_backward(grad, q, x, tape, scales, totals)
+    to_q, to_x, to_g, added, at_reads = _read_backward(grad, q, x, tape, scales, totals, _repeated(target, rounds))
+    to_target = [t.unflatten(0, (rounds, units)).sum(0) for t in at_reads]
     narrow = [_sides(layer, x, tape.g)[0] for layer in range(depth)]
     twice = [_twice(rows, scales.ends) for rows in narrow]
     products = [torch.empty_like(t) for t in twice]
     gates = [*scales.ends.split(1, -1), scales.step, totals.step]
-    parts = (tape.pairs, x, tape.slope, tape.curve, tape.g, to_x, to_g, twice, products, [t for pair in added for t in pair], gates)
-    by_round = list(zip(*(_rounds(part, rounds) for part in parts)))
-    for old, xs, slopes, curves, gs, to_xs, to_gs, scaled, ended, reads, (end, end_momentum, step, to_step) in reversed(by_round):
+    reads = [t for pair in added for t in pair]
+    to_norm, to_v = [torch.zeros_like(t) for t in norm], [torch.empty_like(tape.g[-1])] if norm else []
+    parts = (tape.pairs, x, tape.slope, tape.curve, tape.g, to_x, to_g, twice, products, reads, gates)
+    losses = zip(*(_rounds(part, rounds) for part in (tape.clipped, tape.normed, to_v)))
+    by_round = reversed(list(zip(*(_rounds(part, rounds) for part in parts), losses)))
+    for old, xs, slopes, curves, gs, to_xs, to_gs, scaled, ended, reads, (end, end_momentum, step, to_step), loss in by_round:
         starts = []
         for layer, to_new in enumerate(to_pairs):
             wide, (to_narrow, to_wide) = _sides(layer, xs, gs)[1], _sides(layer, to_xs, to_gs)
@@ -200,22 +261,33 @@ def backward(
             to_step.baddbmm_(halves, old[layer].flatten(2).mT)
             starts.append(step.mT.bmm(halves).view_as(to_new))
             starts[-1].flatten(1, 2).baddbmm_(reads[2 * layer].mT, reads[2 * layer + 1])
-        _write_backward(to_xs, to_gs, starts, old, xs, slopes, curves, gs)
+            if target:
+                to_target[layer].addcmul_(to_new[:, 0], 1 - step[:, :1, :1])
+                to_step[:, 0, 0].sub_((to_new[:, 0] * target[layer]).sum((1, 2)))
+        clipped, normed, to_values = loss
+        _write_backward(to_xs, to_gs, starts, old, xs, slopes, curves, gs, Loss(clipped, normed, norm, to_norm, to_values))
         to_pairs = starts
     for rows, product in zip(narrow, products):
         _add_dots(totals.ends, product, rows, -1)
-    return Gradients(to_q, to_x[0], to_g[-1].neg_(), list(to_pairs))
+    return Gradients(to_q, to_x[0], to_v[0] if norm else to_g[-1].neg_(), list(to_pairs), to_target, to_norm)
 
 
 def _read_backward(
-    grad: Tensor, q: Tensor, x: Sequence[Tensor], tape: Tape, scales: BlockScales, totals: BlockScales
-) -> tuple[Tensor, list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Adjoint of `_read`: gradients to q, x and g, and for each layer the rows whose product is that to its pair."""
+    grad: Tensor,
+    q: Tensor,
+    x: Sequence[Tensor],
+    tape: Tape,
+    scales: BlockScales,
+    totals: BlockScales,
+    target: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """Adjoint of `_read`: gradients to q, x and g, for each layer the rows whose product is that to its pair; those to target."""
     depth, reads = len(tape.pairs), scales.reads
     seen = [_taken(q, tape.pairs), *tape.seen]
     to_x: list[Tensor] = [grad] * depth
     to_g: list[Tensor] = [grad] * depth
     added = [(grad, grad)] * depth
+    to_target = list(target)
     for layer in range(depth - 1, -1, -1):
         last = layer == depth - 1
         similarity = tape.similarity[layer - 1] if layer else seen[0].bmm(x[0].mT)
@@ -232,13 +304,27 @@ def _read_backward(
             _add_dots(totals.reads, to_rows, seen[layer], 1)
             added[layer] = _twice(seen[layer], reads), grad
             to_seen = _once(to_rows, reads)
+        if target:
+            to_target[layer] = _target_backward(grad, seen[layer], target[layer], scales, totals, to_seen, last=last)
         to_g[layer] = (similarity * scales.less).mT.bmm(grad)
         to_kept.mul_(scales.less)
         to_x[layer] = to_kept.mT.bmm(seen[layer])
         grad = to_seen.baddbmm_(to_kept, x[layer])
         if layer:
             grad.mul_(tape.rise[layer - 1])
-    return grad, to_x, to_g, added
+    return grad, to_x, to_g, added, to_target
+
+
+def _target_backward(
+    grad: Tensor, x: Tensor, target: Tensor, scales: BlockScales, totals: BlockScales, to_x: Tensor, *, last: bool
+) -> Tensor:
+    """Adjoint of a layer's (1 - decay) (x T): gradient to T; adds to `to_x` and to that of the decay."""
+    decayed = _decayed(scales)
+    product = grad.bmm(target if last else target.mT)
+    totals.reads[..., 0].sub_((product * x).sum(-1))
+    to_x.addcmul_(product, decayed)
+    left, right = (grad, x) if last else (x, grad)
+    return (left * decayed).mT.bmm(right)
 
 
 def _write_backward(
@@ -250,10 +336,14 @@ def _write_backward(
     slope: Sequence[Tensor],
     curve: Sequence[Tensor],
     g: Sequence[Tensor],
+    loss: Loss,
 ) -> None:
     """Adjoint of one chunk's write side, in place: adds to `to_pairs`. The first loop is the second order part: the way into the
-    inner gradients."""
-    depth, last = len(pairs), to_g[-1]
+    inner gradients.
+
+    g and curve hold the factors of clipping, so `to_g` need not until the way leads out of the last layer's gradient.
+    """
+    depth = len(pairs)
     to_weights = [torch.empty_like(t[:, 0]) for t in to_pairs]
     for layer in range(depth - 1):
         to_h = to_g[layer] * slope[layer]
@@ -261,6 +351,7 @@ def _write_backward(
         to_g[layer + 1].baddbmm_(to_h, _inward(pairs, layer + 1).mT)
         left, right = (g[layer + 1], to_h) if layer + 2 == depth else (to_h, g[layer + 1])
         torch.bmm(left.mT, right, out=to_weights[layer + 1])
+    last = loss.leave(to_g[-1])
     to_x[-1].baddbmm_(last, pairs[-1][:, 0])
     _add_product(to_weights, depth - 1, last, x[-1])
     for layer in range(depth - 2, -1, -1):
@@ -293,6 +384,16 @@ def _inward(pairs: Sequence[Tensor], layer: int) -> Tensor:
 def _taken(rows: Tensor, pairs: Sequence[Tensor]) -> Tensor:
     """What the first layer takes in of q or k: all of it, or what is open where a single layer's rows are scheduled."""
     return rows if len(pairs) > 1 else rows[..., : pairs[0].shape[-1]]
+
+
+def _decayed(scales: BlockScales) -> Tensor:
+    """(V, b, 1): how much of the target has come in for what has decayed of the start's weights, at each read."""
+    return 1 - scales.reads[..., :1]
+
+
+def _repeated(target: Sequence[Tensor], rounds: int) -> Sequence[Tensor]:
+    """(U, n, w) for each chunk of a run, (V, n, w)."""
+    return target if rounds == 1 else [t.repeat(rounds, 1, 1) for t in target]
 
 
 def _rounds(parts: Sequence[Tensor], rounds: int) -> Sequence[Sequence[Tensor]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from proteus_lm.ops._deep_activation import Pointwise
+from proteus_lm.ops._deep_loss import Loss, clip_factors, norm_gradient
 
 
 class Scales(NamedTuple):
@@ -41,13 +42,17 @@ class Scales(NamedTuple):
 
 class Written(NamedTuple):
     """The write side of a chunk at its start weights: layer inputs x (L), pre-activations z and slopes act'(z) (L - 1), and the
-    loss's gradients h with respect to the activations (L - 1) and g with respect to what each layer puts out (L)."""
+    loss's gradients h with respect to the activations (L - 1) and g with respect to what each layer puts out (L). Where gradients
+    are clipped, `clipped` is (U, b, 1) once, the factors of `clip_factors`, which are in h and g already; else nothing. `normed` is
+    the `Normed` of a residual memory, else nothing."""
 
     x: list[Tensor]
     z: list[Tensor]
     slope: list[Tensor]
     h: list[Tensor]
     g: list[Tensor]
+    clipped: list[Tensor]
+    normed: list[Tensor]
 
 
 class Reading(NamedTuple):
@@ -107,18 +112,37 @@ def by_entry_backward(grad: Tensor, place: str, shared: bool) -> Tensor:
     return grad.triu().sum(1) + grad.tril(-1).sum(2)
 
 
-def write(k: Tensor, v: Tensor, weights: Sequence[Tensor], act: Pointwise, mask: Tensor | None) -> Written:
-    """Gradients of 1/2 ||f(k) - v||^2 at the start weights. k (U, b, D), v (U, b, Dv)."""
+def write(
+    k: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor],
+    act: Pointwise,
+    mask: Tensor | None,
+    clip: float | None = None,
+    norm: Sequence[Tensor] = (),
+) -> Written:
+    """Gradients of 1/2 ||f(k) - v||^2 at the start weights, a token's no longer than `clip`. k (U, b, D), v (U, b, Dv).
+
+    Of a residual memory, `norm` is gain and bias (U, 1, Dv), and v is v - k.
+    """
     x, z, slope = [_taken(k, weights, mask)], [], []
     for weight in weights[:-1]:
         z.append(x[-1].bmm(weight))
         x.append(_open(act.value(z[-1]), mask))
         slope.append(_slope(z[-1], act, mask))
-    g, h = [torch.baddbmm(v, x[-1], weights[-1], beta=-1)], []
+    g, h, normed = [], [], []
+    if norm:
+        gradient, kept = norm_gradient(x[-1].bmm(weights[-1]), v, *norm)
+        g, normed = [gradient], list(kept)
+    else:
+        g = [torch.baddbmm(v, x[-1], weights[-1], beta=-1)]
     for weight, rise in zip(reversed(weights[1:]), reversed(slope)):
         h.insert(0, g[0].bmm(weight.mT))
         g.insert(0, h[0] * rise)
-    return Written(x, z, slope, h, g)
+    if clip is None:
+        return Written(x, z, slope, h, g, [], normed)
+    factors = clip_factors(clip, x, g)
+    return Written(x, z, slope, [t * factors for t in h], [t * factors for t in g], [factors], normed)
 
 
 def read(
@@ -130,16 +154,21 @@ def read(
     act: Pointwise,
     *,
     keep: bool,
+    target: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Reading]:
     """What the memory answers to q (U, b, D) with each token's own weights: y (U, b, Dv), and with `keep` what `backward` needs.
 
-    Layer by layer z = decay (x W) + carry (x S) - (mix o x X^T) G.
+    Layer by layer z = decay (x W) + carry (x S) - (mix o x X^T) G. Where the weights decay to a target T, (U, in, out) of each
+    layer, it is decay (x (W - T)) + x T + .. .
     """
     depth, mask = len(weights), scales.mask
     reading = Reading([_taken(q, weights, mask)], [], [], [])
     for layer, place in enumerate(places(depth)):
         x = reading.x[-1]
-        z, kept = _remembered(x, weights[layer], momentum[layer], scales, _side(place, weights[layer], mask))
+        w = weights[layer] - target[layer] if target else weights[layer]
+        z, kept = _remembered(x, w, momentum[layer], scales, _side(place, w, mask))
+        if target:
+            z.baddbmm_(x, target[layer])
         similarity = x.bmm(written.x[layer].mT)
         z.baddbmm_(scales.mix * similarity, written.g[layer], alpha=-1)
         reading.similarity.append(similarity)
@@ -151,12 +180,16 @@ def read(
     return z, reading
 
 
-def advance(weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Written, scales: Scales) -> None:
-    """Bring weights and momentum from the chunk's start to its end, in place."""
+def advance(
+    weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Written, scales: Scales, target: Sequence[Tensor] = ()
+) -> None:
+    """Bring weights and momentum from the chunk's start to its end, in place; `target` as in `read`."""
     for layer, place in enumerate(places(len(weights))):
         w, s, x, g = weights[layer], momentum[layer], written.x[layer], written.g[layer]
         decay, carry, keep = (by_entry(t, place) for t in (scales.end_decay, scales.end_carry, scales.end_momentum))
         w.mul_(decay).addcmul_(s, carry)
+        if target:
+            w.addcmul_(target[layer], 1 - decay)
         s.mul_(keep)
         for state, mix in ((w, scales.end_mix), (s, scales.end_momentum_mix)):
             pair = (x * mix, g) if x.shape[-1] <= g.shape[-1] else (x, g * mix)
@@ -164,12 +197,14 @@ def advance(weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Writ
 
 
 class Gradients(NamedTuple):
-    """What `backward` gives: to the tokens (of q and k, the coordinates the first layer takes in) and to the scales (no `mask`)."""
+    """What `backward` gives: to the tokens (of q and k, what the first layer takes in), scales (no `mask`), target and norm."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     scales: Scales
+    target: list[Tensor]
+    norm: list[Tensor]
 
 
 def backward(
@@ -184,8 +219,10 @@ def backward(
     act: Pointwise,
     *,
     advanced: bool,
+    target: Sequence[Tensor] = (),
+    norm: Sequence[Tensor] = (),
 ) -> Gradients:
-    """Adjoint of `write`, `read` and `advance` together.
+    """Adjoint of `write`, `read` and `advance` together; the factors of clipping are constants.
 
     Args:
         grad: (U, b, Dv), with respect to y.
@@ -197,8 +234,10 @@ def backward(
     less = -scales.mix
     to_x: list[Tensor] = [grad] * depth
     to_g: list[Tensor] = [grad] * depth
+    to_target = list(target)
     for layer in range(depth - 1, -1, -1):
         place, w, s = places(depth)[layer], weights[layer], momentum[layer]
+        w = w - target[layer] if target else w
         x, written_x, g, similarity = reading.x[layer], written.x[layer], written.g[layer], reading.similarity[layer]
         to_w, to_s = grad_weights[layer], grad_momentum[layer]
         pair = grad.bmm(g.mT)
@@ -206,18 +245,24 @@ def backward(
         pair.mul_(less)
         to_g[layer] = (similarity * less).mT.bmm(grad)
         to_x[layer] = pair.mT.bmm(x)
+        at_end = to_w.clone() if target else None
         if advanced:
             _end_rows_backward(to_w, to_s, written_x, g, scales, sums, to_x[layer], to_g[layer])
             _end_state_backward(to_w, to_s, w, s, scales, sums, place)
-        kept = reading.kept[layer]
-        grad = _remembered_backward(grad, x, w, s, scales, sums, _side(place, w, mask), kept, to_w, to_s)
+        kept, above = reading.kept[layer], grad
+        grad = _remembered_backward(above, x, w, s, scales, sums, _side(place, w, mask), kept, to_w, to_s)
         grad.baddbmm_(pair, written_x)
+        if at_end is not None:  # W - T decays and is read, T is read, and the end is the sum of both
+            to_target[layer] = at_end.sub_(to_w).baddbmm_(x.mT, above)
+            grad.baddbmm_(above, target[layer].mT)
         if layer:
             grad.mul_(reading.slope[layer - 1])
-    to_k, to_v = _write_backward(to_x, to_g, grad_weights, weights, written, act, mask)
+    to_norm, to_values = [torch.zeros_like(t) for t in norm], [torch.empty_like(to_g[-1])] if norm else []
+    loss = Loss(written.clipped, written.normed, norm, to_norm, to_values)
+    to_k, to_v = _write_backward(to_x, to_g, grad_weights, weights, written, act, mask, loss)
     if depth == 1:
         grad, to_k = _open(grad, mask), _open(to_k, mask)
-    return Gradients(grad, to_k, to_v, sums)
+    return Gradients(grad, to_k, to_values[0] if norm else to_v, sums, to_target, to_norm)
 
 
 def _write_backward(
@@ -228,8 +273,12 @@ def _write_backward(
     written: Written,
     act: Pointwise,
     mask: Tensor | None,
+    loss: Loss,
 ) -> tuple[Tensor, Tensor]:
-    """Adjoint of `write`; adds to `to_weights`. The first loop is the second order part: the way into the inner gradients."""
+    """Adjoint of `write`; adds to `to_weights`. The first loop is the second order part: the way into the inner gradients.
+
+    g and h hold the factors of clipping, so `to_g` need not until the way leads out of the last layer's gradient.
+    """
     depth = len(weights)
     to_z = []
     for layer in range(depth - 1):
@@ -238,7 +287,7 @@ def _write_backward(
         to_z.append(_open(act.bend(grad.mul_(written.h[layer]), written.z[layer]), mask))
         to_g[layer + 1].baddbmm_(to_h, weights[layer + 1])
         to_weights[layer + 1].baddbmm_(to_h.mT, written.g[layer + 1])
-    last = to_g[-1]
+    last = loss.leave(to_g[-1])
     to_x[-1].baddbmm_(last, weights[-1].mT)
     to_weights[-1].baddbmm_(written.x[-1].mT, last)
     for layer in range(depth - 2, -1, -1):

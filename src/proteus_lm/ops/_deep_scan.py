@@ -17,7 +17,7 @@ from torch import Tensor
 from proteus_lm.ops import _deep_block, _deep_mixed
 from proteus_lm.ops._deep_activation import POINTWISE
 from proteus_lm.ops._deep_block import Tape
-from proteus_lm.ops._deep_walk import GROUP, Block, Walk, Working
+from proteus_lm.ops._deep_walk import GROUP, Block, Target, Walk, Working
 
 KEPT = 1 << 28  # bytes of tape kept for the backward of one call; it works out again what lies behind them
 
@@ -28,6 +28,8 @@ def titans_scan(
     open_rows: list[Tensor],
     weights: list[Tensor],
     momentum: list[Tensor],
+    target: list[Tensor],
+    norm: list[Tensor],
     active: Tensor,
     open_active: Tensor | None,
     offset: Tensor,
@@ -36,6 +38,7 @@ def titans_scan(
     chunk: int,
     read: str,
     memory_activation: str,
+    clip: float | None,
     save: bool,
     static: bool,
 ) -> list[Tensor]:
@@ -45,9 +48,12 @@ def titans_scan(
         tokens: q, k (B, T, H, D), v (B, T, H, Dv), theta, alpha, eta (B, T, H).
         open_rows: k, v (N, chunk, H, .), theta, alpha, eta (N, chunk, H), tokens of earlier calls since the boundary; or nothing.
         weights, momentum: the state at the last boundary, (N, H, in, out) each, in the type to compute in.
+        target: (H, in, out) of each layer in that type, what the weights decay to; nothing: to zero.
+        norm: gain and bias (H, Dv) of a residual memory in that type; v is then v - k, and y what the last matrix puts out.
         active: int64 (B or 1, T), open coordinates at each token.  open_active: int64 (N, chunk), at each open row.
         offset: int64 (N or 1), position of each row's first token.  position: int64 (N), what it must be, where known.
         cu_seqlens: int (N + 1), where B = 1 row holds N documents.
+        clip: limit of a token's inner gradient, or None.
         save: keep for the backward the tapes of the first groups of chunks, up to `KEPT` bytes, and the others' start states.
         static: keep no tapes, and give the states' tensors their largest shape, as compilation wants, rather than that in use.
 
@@ -61,17 +67,18 @@ def titans_scan(
     check_position(offset, position)
     with torch.autocast(tokens[0].device.type, enabled=False):
         act = POINTWISE[memory_activation]
-        walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=save)
+        starts = active, open_active, offset, cu_seqlens
+        walk = Walk(tokens, open_rows, weights, *starts, chunk, read, act, clip, keep=save, norm=norm)
         y, groups = torch.empty_like(walk.v), walk.groups()
         kept = _kept(walk, groups, KEPT if save and not static else 0)
-        working = Working(walk, walk.pairs([*weights, *momentum]))
+        working, aim = Working(walk, walk.pairs([*weights, *momentum])), Target(walk, target)
         saved, tapes = _saved(walk, groups, kept, _most_saved(tokens[0], weights, chunk) if static else None, save), []
         slices = _saved_parts(walk, groups, kept, saved)
         for number, group in enumerate(groups):
-            for target, source in zip(slices.get(number, []), working.take(group[0])):
-                target.copy_(source)
+            for room, state in zip(slices.get(number, []), working.take(group[0])):
+                room.copy_(state)
             for block in group:
-                y[block.units], tape = _forward(walk, block, working, keep=number < kept)
+                y[block.units], tape = _forward(walk, block, working, aim, keep=number < kept)
                 tapes += tape if number < kept else []
         return [
             walk.layout.scatter(y, tokens[2])[0],
@@ -89,6 +96,8 @@ def titans_scan_backward(
     open_rows: list[Tensor],
     weights: list[Tensor],
     momentum: list[Tensor],
+    target: list[Tensor],
+    norm: list[Tensor],
     saved: list[Tensor],
     active: Tensor,
     open_active: Tensor | None,
@@ -97,16 +106,20 @@ def titans_scan_backward(
     chunk: int,
     read: str,
     memory_activation: str,
+    clip: float | None,
 ) -> list[Tensor]:
-    """Gradients to `tokens`, `open_rows`, `weights` and `momentum`, in this order, from those to y and to the state at the end.
+    """Gradients to tokens, open_rows, weights, momentum, target and norm, in this order, from those to y and the state at the end.
 
     Chunks are walked backwards in groups. A tape that was not kept is worked out again from the state saved at its group's start.
     """
     with torch.autocast(tokens[0].device.type, enabled=False):
         act, tapes = POINTWISE[memory_activation], list(saved[len(weights) :])
         tapes, made = tapes[:-2], tapes[-2:]
-        walk = Walk(tokens, open_rows, weights, active, open_active, offset, cu_seqlens, chunk, read, act, keep=True, made=made)
+        starts = active, open_active, offset, cu_seqlens
+        walk = Walk(tokens, open_rows, weights, *starts, chunk, read, act, clip, keep=True, made=made, norm=norm)
         walk.gates.begin_backward()
+        aim = Target(walk, target)
+        aim.begin_backward()
         earlier = None if not open_rows else open_rows[1]
         grad_y = walk.layout.gather(grads[0], None if earlier is None else torch.zeros_like(earlier), walk.dtype)
         working = Working(walk, walk.pairs(grads[1:]))
@@ -116,53 +129,60 @@ def titans_scan_backward(
         kept = _kept(walk, groups, KEPT if tapes else 0)
         initial, slices = walk.pairs([*weights, *momentum]), _saved_parts(walk, groups, kept, saved)
         for number, group in reversed(list(enumerate(groups))):
-            again = [] if number < kept else _again(walk, group, initial, slices.get(number))
+            again = [] if number < kept else _again(walk, group, initial, slices.get(number), aim)
             for block in reversed(group):
-                tape = _take_tape(block, tapes, len(weights)) if number < kept else again.pop()
-                _backward(walk, block, tape, grad_y[block.units], working, to_rows)
+                tape = _take_tape(walk, block, tapes) if number < kept else again.pop()
+                _backward(walk, block, tape, grad_y[block.units], working, aim, to_rows)
         slots = [*to_rows, *walk.gates.backward()]
         spread = [walk.layout.scatter(s, t, e) for s, t, e in zip(slots, tokens, [None, *open_rows] if open_rows else [None] * 6)]
-        return [*(s[0] for s in spread), *(s[1] for s in spread if s[1] is not None), *walk.states(working.whole())]
+        rest = [*walk.states(working.whole()), *aim.gradients(), *walk.norm_gradients()]
+        return [*(s[0] for s in spread), *(s[1] for s in spread if s[1] is not None), *rest]
 
 
-def _forward(walk: Walk, block: Block, working: Working, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
+def _forward(walk: Walk, block: Block, working: Working, aim: Target, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
     """y (V, b, Dv) of a block, and its tape; brings the working state to the block's end."""
-    start, units = working.take(block), block.units
+    start, units, target, norm = working.take(block), block.units, aim.take(block), walk.norm(block)
     if block.mixed:
-        y, end = _deep_mixed.forward(walk, block, start)
+        y, end = _deep_mixed.forward(walk, block, start, target, norm)
         tape = start
     else:
-        scales = walk.gates.block_scales(units, block.ended)
-        y, end, made = _deep_block.forward(walk.q[units], walk.k[units], walk.v[units], start, scales, walk.act, keep=keep)
+        scales, options = walk.gates.block_scales(units, block.ended), {"clip": walk.clip, "target": target, "norm": norm}
+        rows = walk.q[units], walk.k[units], walk.v[units]
+        y, end, made = _deep_block.forward(*rows, start, scales, walk.act, keep=keep, **options)
         tape = [t for part in made for t in part]
     working.put(end)
     return y, tape
 
 
-def _backward(walk: Walk, block: Block, tape: Sequence[Tensor], grad: Tensor, working: Working, to_rows: Sequence[Tensor]) -> None:
+def _backward(
+    walk: Walk, block: Block, tape: Sequence[Tensor], grad: Tensor, working: Working, aim: Target, to_rows: Sequence[Tensor]
+) -> None:
     """Adjoint of `_forward`: brings the gradient to the state from the block's end to its start, fills the block's part of those to
-    q, k and v, and has the gates collect theirs."""
-    units, to_pairs = block.units, working.take(block)
+    q, k and v, and has the gates and the target collect theirs."""
+    units, to_pairs, target, norm = block.units, working.take(block), aim.take(block), walk.norm(block)
     if block.mixed:
-        out, to_pairs = _deep_mixed.backward(walk, block, tape, grad, to_pairs)
+        out, to_pairs, to_target = _deep_mixed.backward(walk, block, tape, grad, to_pairs, target, norm)
     else:
         scales = walk.gates.block_scales(units, block.ended)
         totals = walk.gates.block_totals(units)
-        out = _deep_block.backward(grad, to_pairs, walk.q[units], walk.k[units], Tape.of(tape), scales, totals, walk.act)
+        kept = Tape.of(tape, **walk.loss)
+        out = _deep_block.backward(grad, to_pairs, walk.q[units], walk.k[units], kept, scales, totals, target, norm)
         walk.gates.collect_block(totals, units, block.ended)
-        to_pairs = out.pairs
+        to_pairs, to_target = out.pairs, out.target
     working.put(to_pairs)
+    aim.collect(block, to_target)
+    walk.collect_norm(block, out.norm)
     for target, rows in zip(to_rows, (out.q, out.k, out.v)):
         target[units, :, : rows.shape[-1]] = rows
 
 
-def _again(walk: Walk, group: list[Block], initial: list[Tensor], saved: list[Tensor] | None) -> list[list[Tensor]]:
+def _again(walk: Walk, group: list[Block], initial: list[Tensor], saved: list[Tensor] | None, aim: Target) -> list[list[Tensor]]:
     """The tapes of a group's blocks. What was locked at the group's start still holds its initial values."""
     working = Working(walk, [t.clone() for t in initial])
     if saved is not None:
         working.take(group[0])
         working.put(saved)
-    return [_forward(walk, block, working, keep=True)[1] for block in group]
+    return [_forward(walk, block, working, aim, keep=True)[1] for block in group]
 
 
 def _kept(walk: Walk, groups: list[list[Block]], limit: int) -> int:
@@ -175,9 +195,10 @@ def _kept(walk: Walk, groups: list[list[Block]], limit: int) -> int:
     return len(groups)
 
 
-def _take_tape(block: Block, tapes: list[Tensor], depth: int) -> list[Tensor]:
+def _take_tape(walk: Walk, block: Block, tapes: list[Tensor]) -> list[Tensor]:
     """The last tape, which is that of the block."""
-    count = depth if block.mixed else Tape.count(depth)
+    depth = len(walk.places)
+    count = depth if block.mixed else Tape.count(depth, **walk.loss)
     taken = tapes[-count:]
     del tapes[-count:]
     return taken
@@ -220,7 +241,8 @@ def check_position(offset: Tensor, position: Tensor | None) -> None:
     if position is None:
         return
     if position.device.type != "cpu" or offset.device.type != "cpu":
-        same = (offset.to(position.device) == position).all()
+        known = offset.numel() == 1 and offset.device.type == "cpu"  # to the host: no transfer
+        same = position.eq(int(offset) if known else offset.to(position.device)).all()
         torch._assert_async(same, "the state's position is not the offset of the activation")
     elif not torch.equal(offset.expand_as(position), position):
         raise ValueError(
@@ -231,7 +253,7 @@ def check_position(offset: Tensor, position: Tensor | None) -> None:
 
 @titans_scan.register_fake
 def _(*inputs: Any) -> list[Tensor]:
-    tokens, _, weights, momentum, *_, chunk, _, _, save, _ = inputs
+    tokens, _, weights, momentum, *_, chunk, _, _, _, save, _ = inputs
     state = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*weights, *momentum)]
     most = _most_saved(tokens[0], weights, chunk)
     saved = [t.new_empty(2 * most * t[0].numel()) for t in weights] if save else []
@@ -240,25 +262,26 @@ def _(*inputs: Any) -> list[Tensor]:
 
 @titans_scan_backward.register_fake
 def _(*inputs: Any) -> list[Tensor]:
-    _, tokens, open_rows, weights, momentum, *_ = inputs
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*tokens, *open_rows, *weights, *momentum)]
+    _, *lists = inputs[:7]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for part in lists for t in part]
 
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    tokens, open_rows, weights, momentum, active, open_active, offset, _, cu_seqlens, chunk, read, memory_activation, *_ = inputs
-    lists = [tokens, open_rows, weights, momentum, output[1 + 2 * len(weights) :]]
-    ctx.counts, ctx.options = [len(part) for part in lists], (chunk, read, memory_activation)
+    *lists, active, open_active, offset, _, cu_seqlens, chunk, read, memory_activation, clip, _, _ = inputs
+    lists.append(output[1 + 2 * len(lists[2]) :])
+    ctx.counts, ctx.options = [len(part) for part in lists], (chunk, read, memory_activation, clip)
     ctx.save_for_backward(*(t for part in lists for t in part), active, open_active, offset, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple:
     flat = list(ctx.saved_tensors)
-    tokens, open_rows, weights, momentum, saved = ([flat.pop(0) for _ in range(count)] for count in ctx.counts)
+    lists = [[flat.pop(0) for _ in range(count)] for count in ctx.counts]
+    tokens, _, weights, momentum, *_ = lists
     shapes = [tokens[2], *weights, *momentum]
     given = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, shapes)]
-    out = iter(titans_scan_backward(given, tokens, open_rows, weights, momentum, saved, *flat, *ctx.options))
-    return (*([next(out) for _ in range(count)] for count in ctx.counts[:4]), *[None] * 10)
+    out = iter(titans_scan_backward(given, *lists, *flat, *ctx.options))
+    return (*([next(out) for _ in range(count)] for count in ctx.counts[:6]), *[None] * 11)
 
 
 titans_scan.register_autograd(_gradients, setup_context=_setup)

@@ -52,6 +52,7 @@ class Walk:
 
     Args:
         keep: keep of the gates what their backward needs.  made: that, where it need not be worked out again.
+        norm: gain and bias (H, Dv) of a residual memory; or nothing.
 
     Raises:
         ValueError: for boundaries that do not fit the tokens.
@@ -69,12 +70,16 @@ class Walk:
         chunk: int,
         read: str,
         act: Pointwise,
+        clip: float | None,
         *,
         keep: bool,
         made: Sequence[Tensor] = (),
+        norm: Sequence[Tensor] = (),
     ) -> None:
         q, rows = tokens[0], weights[0].shape[0]
-        self.heads, self.dtype, self.act = q.shape[2], weights[0].dtype, act
+        self.heads, self.dtype, self.act, self.clip = q.shape[2], weights[0].dtype, act, clip
+        self._norm = [t.repeat(rows, 1)[:, None] for t in norm]
+        self._to_norm = [torch.zeros_like(t) for t in self._norm]
         self.places, self.dim, self._weights = places(len(weights)), weights[-1].shape[-2], weights
         lengths, firsts = [q.shape[1]] * rows, [row * q.shape[1] for row in range(rows)]
         if cu_seqlens is not None:
@@ -91,6 +96,24 @@ class Walk:
         everywhere = active.to(q.device).expand(q.shape[:2])[..., None]
         self._active = self.layout.gather(everywhere, None if open_active is None else open_active[..., None], torch.int64)
         self.steps = self._plan()
+
+    def norm(self, block: Block) -> list[Tensor]:
+        """Gain and bias of a residual memory for a block's rows, (rows, 1, Dv); or nothing."""
+        return [t[: block.rows] for t in self._norm]
+
+    def collect_norm(self, block: Block, grads: Sequence[Tensor]) -> None:
+        """Take in the gradients to what `norm` gave."""
+        for total, grad in zip(self._to_norm, grads):
+            total[: block.rows].add_(grad)
+
+    def norm_gradients(self) -> list[Tensor]:
+        """With respect to gain and bias, (H, Dv)."""
+        return [t[:, 0].unflatten(0, (-1, self.heads)).sum(0) for t in self._to_norm]
+
+    @property
+    def loss(self) -> dict[str, bool]:
+        """Whether gradients are clipped, and whether the memory is residual."""
+        return {"clip": self.clip is not None, "norm": bool(self._norm)}
 
     def opening(self, block: Block) -> tuple[Tensor, Tensor]:
         """For a mixed chunk's units, `_deep_chunk.opening`."""
@@ -135,7 +158,10 @@ class Walk:
         size = 0
         for block in blocks:
             units, shapes = block.units.stop - block.units.start, self.shapes(block.width)
-            size += 2 * units * sum(map(prod, shapes)) if block.mixed else tape_size(units, self.layout.slots, shapes)
+            if block.mixed:
+                size += 2 * units * sum(map(prod, shapes))
+            else:
+                size += tape_size(units, self.layout.slots, shapes, **self.loss)
         return size * self.q.element_size()
 
     def pairs(self, states: Sequence[Tensor]) -> list[Tensor]:
@@ -149,6 +175,40 @@ class Walk:
         back = torch.tensor(self.layout.order, device=self.q.device).argsort()
         rows = [turned(pair[:, half], p).unflatten(0, (-1, self.heads)) for half in (0, 1) for p, pair in zip(self.places, pairs)]
         return [t.index_select(0, back).contiguous() for t in rows]
+
+
+class Target:
+    """What the weights of all rows decay to, and the gradients to it; nothing where that is zero.
+
+    Args:
+        initial: (H, in, out) of each layer, the same for every row.
+    """
+
+    def __init__(self, walk: Walk, initial: Sequence[Tensor]) -> None:
+        self._walk, rows = walk, len(walk.layout.order)
+        turn = [turned(t, p)[:, None].repeat(rows, 1, 1, 1) for t, p in zip(initial, walk.places)]
+        self._values, self._grads = Working(walk, turn), Working(walk, [])
+        self._any = bool(initial)
+
+    def begin_backward(self) -> None:
+        """Make room for the gradients to collect."""
+        self._grads = Working(self._walk, [torch.zeros_like(t) for t in self._values.whole()])
+
+    def take(self, block: Block) -> list[Tensor]:
+        """(rows of the block, n, w) of each layer at the block's open width; or nothing."""
+        return [t[:, 0] for t in self._values.take(block)] if self._any else []
+
+    def collect(self, block: Block, grads: Sequence[Tensor]) -> None:
+        """Take in the gradients to what `take` gave."""
+        if self._any:
+            self._grads.put([a + b[:, None] for a, b in zip(self._grads.take(block), grads)])
+
+    def gradients(self) -> list[Tensor]:
+        """With respect to `initial`."""
+        return [
+            turned(t[:, 0], p).unflatten(0, (-1, self._walk.heads)).sum(0).contiguous()
+            for t, p in zip(self._grads.whole(), self._walk.places)
+        ]
 
 
 class Working:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from proteus_lm.activation import Activation
 from proteus_lm.ops import reference, triton_deep
+from proteus_lm.ops._deep_loss import normalize
 from proteus_lm.ops._deep_scan import check_position, titans_scan
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.backend import choose
@@ -17,6 +18,8 @@ from proteus_lm.ops.rows import check_packed
 from proteus_lm.ops.state import TitansState
 
 READS = ("post", "pre")
+DECAY_TARGETS = ("zero", "init")
+Norm = tuple[Tensor, Tensor]
 InitialState = TitansState | tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
@@ -32,6 +35,9 @@ def titans_memory(
     chunk: int,
     read: str = "post",
     memory_activation: str = "gelu_tanh",
+    surprise_clip: float | None = None,
+    decay_target: str = "zero",
+    residual_norm: Norm | None = None,
     activation: Activation | None = None,
     initial_state: InitialState | None = None,
     cu_seqlens: Tensor | None = None,
@@ -58,6 +64,12 @@ def titans_memory(
         chunk: tokens between two boundaries, >= 1: part of the model, not of its speed.
         read: "post" reads after the token's write, "pre" before it (of the units open to the token, both).
         memory_activation: "gelu_tanh" or "silu".
+        surprise_clip: tau > 0 scales u_t by min(1, tau / ||u_t||), the norm over the open entries of all its matrices together
+            (spec/deep.md 2.6). The factor is a constant to the outer gradient. None: no limit.
+        decay_target: what the weights decay to: "zero" as the paper, or "init": W_t = (1 - alpha_t) W_{t-1} + alpha_t W_0 + S_t,
+            where W_0 are the given `weights`, also behind an `initial_state`, which does not hold them (spec/deep.md 1.1).
+        residual_norm: gain and bias (H, D), learned outside the memory: it is then x + LN(f(x)), LN a layer norm with these, and
+            D = Dv (spec/deep.md 1.3). Open rows of the state then hold v - k as v. None: plain f(x).
         activation: open hidden units of each token, of F (of D for one layer); None: all are open.
         initial_state: state to go on from, in place of `weights` at position 0: what an earlier call returned, or just (weights,
             momentum) of tensors (N, H, in, out), which stand at the activation's offset (0 without one).
@@ -77,34 +89,97 @@ def titans_memory(
     rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     _check_tokens(tokens, weights, chunk, read, cu_seqlens)
     memory_function(memory_activation)
+    check_update(surprise_clip, decay_target)
+    check_norm(residual_norm, k, v)
     _check_activation(activation, q, weights, cu_seqlens)
     _check_state(initial_state, tokens, weights, chunk, rows)
     common = {"chunk": chunk, "read": read, "memory_activation": memory_activation, "cu_seqlens": cu_seqlens}
-    refused = refusals(tokens, weights, chunk, backend)
+    update = {"surprise_clip": surprise_clip, "decay_target": decay_target, "residual_norm": residual_norm}
+    refused = refusals(tokens, weights, chunk, backend, **update)
     chosen = choose("titans_memory", backend, *tokens, *weights, refused=refused)
     if chosen == "reference":
         more = {"activation": activation, "initial_state": initial_state, "output_final_state": output_final_state}
-        return reference.titans_memory(*tokens, weights, **common, **more)
+        return reference.titans_memory(*tokens, weights, **common, **more, **update)
+    if residual_norm is not None:
+        tokens = (q, k, residual(k, v, compute_dtype(*tokens, *weights)), theta, alpha, eta)
     start, at = _start(tokens, weights, chunk, rows, activation, initial_state)
     options = {
         "kernel": chosen == "triton",
         "carried": isinstance(initial_state, TitansState),
         "read": read,
         "memory_activation": memory_activation,
+        "clip": surprise_clip,
+        "target": weights if decay_target == "init" else (),
+        "norm": residual_norm or (),
     }
-    return chunk_form(tokens, start, at, _active(activation, q, weights), cu_seqlens, output_final_state, **options)
+    active = _active(activation, q, weights, on_host=chosen != "triton")
+    out, state = chunk_form(tokens, start, at, active, cu_seqlens, output_final_state, **options)
+    return answer(out, q, v.dtype, residual_norm), state
 
 
-def refusals(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, backend: str = "auto") -> dict[str, str | None]:
+def refusals(
+    tokens: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    chunk: int,
+    backend: str = "auto",
+    *,
+    surprise_clip: float | None = None,
+    decay_target: str = "zero",
+    residual_norm: Norm | None = None,
+) -> dict[str, str | None]:
     """What `backend.explain` cannot know: why the Triton kernels do not run these inputs (q, k, v, theta, alpha, eta), or None.
 
     In fp32 they multiply in tf32, which `auto` takes only where PyTorch is allowed to.
     """
-    refusal = triton_deep.refuse(tokens, weights, chunk)
+    refusal = refused_update(surprise_clip, decay_target, residual_norm) or triton_deep.refuse(tokens, weights, chunk)
     exact = tokens[0].dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     if refusal is None and backend == "auto" and exact:
         refusal = "fp32 inputs, and the kernels multiply in tf32; torch.set_float32_matmul_precision('high') allows it"
     return {"triton": refusal}
+
+
+def refused_update(surprise_clip: float | None, decay_target: str, residual_norm: Norm | None) -> str | None:
+    """Why the Triton kernels, of a call or of a step, do not take these options, or None."""
+    if surprise_clip is not None:
+        return f"surprise_clip is {surprise_clip}, and the kernels do not clip"
+    if residual_norm is not None:
+        return "residual_norm is given, and the kernels have no norm"
+    return None if decay_target == "zero" else f"decay_target is {decay_target!r}, and the kernels decay to zero"
+
+
+def check_update(surprise_clip: float | None, decay_target: str) -> None:
+    """Raise ValueError for a limit that is no number above 0, or an unknown target."""
+    if surprise_clip is not None and not 0 < surprise_clip < float("inf"):
+        raise ValueError(f"surprise_clip is {surprise_clip!r}; it must be a number above 0, or None for no limit")
+    if decay_target not in DECAY_TARGETS:
+        raise ValueError(f"decay_target is {decay_target!r}; it must be one of {', '.join(DECAY_TARGETS)}")
+
+
+def check_norm(norm: Norm | None, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError for gain and bias that are not (H, D), or for values of another width than keys; k, v (.., H, D)."""
+    if norm is None:
+        return
+    shapes, wanted = [tuple(t.shape) for t in norm], [tuple(k.shape[-2:])] * 2
+    if k.shape[-1] != v.shape[-1]:
+        raise ValueError(
+            f"residual_norm is given for keys of {k.shape[-1]} and values of {v.shape[-1]}; x + LN(f(x)) needs one width"
+        )
+    if shapes != wanted:
+        raise ValueError(f"residual_norm has shapes {shapes}; it must be gain and bias (H, D) = {wanted}")
+
+
+def residual(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a residual memory is given to learn in place of v."""
+    return v.to(dtype) - k.to(dtype)
+
+
+def answer(out: Tensor, q: Tensor, dtype: torch.dtype, norm: Norm | None) -> Tensor:
+    """What the memory answers to q (.., H, D), of what its last matrix puts out, in the given type."""
+    if norm is None:
+        return out
+    with torch.autocast(q.device.type, enabled=False):
+        gain, bias = (t.to(out.dtype) for t in norm)
+        return (q.to(out.dtype) + normalize(out, gain, bias)).to(dtype)
 
 
 def chunk_form(
@@ -119,6 +194,9 @@ def chunk_form(
     read: str,
     memory_activation: str,
     kernel: bool = False,
+    clip: float | None = None,
+    target: Sequence[Tensor] = (),
+    norm: Sequence[Tensor] = (),
 ) -> tuple[Tensor, TitansState | None]:
     """The dual form behind `titans_memory`, of arguments that were checked.
 
@@ -126,11 +204,15 @@ def chunk_form(
         start: the state to start from; `carried` says whether its open rows hold tokens and its position is binding.
         at: int64 (N or 1), position of each row's first token.
         active: int64 (B or 1, T), open coordinates of each token.
-        kernel: run it by the Triton kernels.
+        kernel: run it by the Triton kernels, which know none of the next.
+        clip: limit of a token's gradient, or None.
+        target: (H, in, out) of each layer, what the weights decay to; nothing: to zero.
+        norm: gain and bias (H, D) of a residual memory: the tokens' v is then `residual`, and the result wants `answer`.
     """
     depth, chunk = len(start.weights), start.k.shape[1]
     earlier = [start.k, start.v, start.theta, start.alpha, start.eta] if carried else []
-    needed = [*tokens, *start.weights, *start.momentum, *earlier]
+    target, norm = ([t.to(start.weights[0].dtype) for t in part] for part in (target, norm))
+    needed = [*tokens, *start.weights, *start.momentum, *target, *norm, *earlier]
     held, position = (start.active, start.position) if carried else (None, None)
     if kernel:
         check_position(at, position)
@@ -141,8 +223,8 @@ def chunk_form(
     else:
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in needed)
         out = titans_scan(
-            list(tokens), earlier, list(start.weights), list(start.momentum), active, held, at, position, cu_seqlens,
-            chunk, read, memory_activation, keep, torch.compiler.is_compiling(),
+            list(tokens), earlier, list(start.weights), list(start.momentum), target, norm, active, held, at, position,
+            cu_seqlens, chunk, read, memory_activation, clip, keep, torch.compiler.is_compiling(),
         )  # fmt: skip
     if not output_final_state:
         return out[0], None
@@ -150,16 +232,29 @@ def chunk_form(
     return out[0], _final(start, boundary, tokens, active, at, chunk, cu_seqlens)
 
 
-def titans_weights(state: TitansState, *, memory_activation: str = "gelu_tanh") -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def titans_weights(
+    state: TitansState,
+    *,
+    memory_activation: str = "gelu_tanh",
+    surprise_clip: float | None = None,
+    initial: Sequence[Tensor] | None = None,
+    residual_norm: Norm | None = None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Weights and momentum of the current token: those of the last boundary, and what the open chunk's tokens made of them.
+
+    Args:
+        state: as `titans_memory` returned it, called with the same `memory_activation`, `surprise_clip` and `residual_norm`.
+        initial: W1 (H, in, out) .. WL, the `weights` of that call, where its decay_target was "init".
 
     Returns:
         (W1, .., WL), (S1, .., SL), each (N, H, in, out). Gradients flow to every tensor of the state.
 
     Raises:
-        ValueError: for an unknown activation.
+        ValueError: for an unknown activation, or a limit that is no number above 0.
     """
-    return reference.titans_weights(state, memory_activation=memory_activation)
+    check_update(surprise_clip, "zero")
+    options = {"surprise_clip": surprise_clip, "initial": initial, "residual_norm": residual_norm}
+    return reference.titans_weights(state, memory_activation=memory_activation, **options)
 
 
 def _start(
@@ -182,19 +277,29 @@ def _start(
         boundary = boundary if initial is None else initial
         empty = [t.new_zeros(rows, chunk, *t.shape[2:]) for t in tokens[1:]]
         active = torch.zeros(rows, chunk, dtype=torch.int64, device=tokens[0].device)
-        rest = (*empty, active, at.to(active.device).expand(rows))
+        rest = (*empty, active, _positions(at, rows, active.device))
     dtype = compute_dtype(*tokens, *weights, *boundary[0])
     wide = [tuple(t.to(dtype) for t in part) for part in boundary]
     return TitansState._make([*wide, *rest]), at
 
 
-def _active(activation: Activation | None, q: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Open coordinates of each token, int64 (B or 1, T); on the host where all rows agree, so that planning waits for no device."""
+def _active(activation: Activation | None, q: Tensor, weights: Sequence[Tensor], on_host: bool) -> Tensor:
+    """Open coordinates of each token, int64 (B or 1, T).
+
+    On the host, where all rows agree: the chunk form plans there and waits for no device. The kernels plan on the device.
+    """
     if activation is None:
-        return torch.full((1, q.shape[1]), weights[-1].shape[-2])
-    if isinstance(activation.offset, Tensor) or activation.cu_seqlens is not None:
+        return torch.full((1, q.shape[1]), weights[-1].shape[-2], device="cpu" if on_host else q.device)
+    if not on_host or isinstance(activation.offset, Tensor) or activation.cu_seqlens is not None:
         return activation.active
     return activation.schedule.active(activation.dim, activation.offset + torch.arange(activation.length))[None]
+
+
+def _positions(at: Tensor, rows: int, device: torch.device) -> Tensor:
+    """int64 (N,) on the device, of positions (N or 1); one that the host knows is no transfer, so that a CUDA graph can hold it."""
+    if at.numel() == 1 and at.device.type == "cpu":
+        return torch.full((rows,), int(at), device=device)
+    return at.to(device).expand(rows)
 
 
 def _final(
@@ -209,7 +314,12 @@ def _final(
     """The state behind the last token: its open rows are the tokens since the last boundary, of this call or of the one before."""
     rows, (batch, length) = len(start.k), tokens[0].shape[:2]
     device = tokens[0].device
-    begin = at.to(device).expand(rows)
+    begin = _positions(at, rows, device)
+    everywhere = active.to(device).expand(batch, length)
+    news = (*tokens[1:], everywhere)
+    if cu_seqlens is None and at.numel() == 1 and at.device.type == "cpu":
+        parts = [_tail(old, new, int(at), boundary[0][0].dtype) for old, new in zip(start[2:8], news)]
+        return TitansState._make([*boundary, *parts, begin + length])
     if cu_seqlens is None:
         first, count = torch.arange(rows, device=device) * length, torch.full((rows,), length, device=device)
     else:
@@ -218,15 +328,25 @@ def _final(
     place = (end - end % chunk)[:, None] + torch.arange(chunk, device=device)
     earlier, taken = place < begin[:, None], place < end[:, None]
     index = (first[:, None] + place - begin[:, None]).clamp(min=0, max=batch * length - 1)
-    everywhere = active.to(device).expand(batch, length)
     parts = []
-    for old, new in zip(start[2:8], (*tokens[1:], everywhere)):
+    for old, new in zip(start[2:8], news):
         value = new.flatten(0, 1)[index]
         value = value if old.dtype == torch.int64 else value.to(boundary[0][0].dtype)
         shape = (rows, chunk, *[1] * (value.dim() - 2))
         value = torch.where(earlier.view(shape), old.to(value.dtype), value)
         parts.append(torch.where(taken.view(shape), value, torch.zeros((), dtype=value.dtype, device=device)))
     return TitansState._make([*boundary, *parts, end])
+
+
+def _tail(old: Tensor, new: Tensor, begin: int, dtype: torch.dtype) -> Tensor:
+    """Open rows (N, chunk, ...) behind tokens (N, T, ...) that start at position `begin` of each row, after the open rows `old`."""
+    chunk, length = old.shape[1], new.shape[1]
+    dtype = old.dtype if old.dtype == torch.int64 else dtype
+    filled = (begin + length) % chunk
+    now = min(filled, length)
+    parts = [old[:, : filled - now].to(dtype), new[:, length - now :].to(dtype), old.new_zeros(1, dtype=dtype)]
+    parts[2] = parts[2].expand(len(old), chunk - filled, *old.shape[2:])
+    return torch.cat(parts, 1)
 
 
 def _check_tokens(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, read: str, cu_seqlens: Tensor | None) -> None:

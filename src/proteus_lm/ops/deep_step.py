@@ -6,6 +6,8 @@ compiled step never changes with the position. The mathematics is that of the ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from proteus_lm.ops._deep_activation import POINTWISE
 from proteus_lm.ops._deep_chunk import Scales, entries, opening, places
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.backend import choose
-from proteus_lm.ops.deep import READS, chunk_form
+from proteus_lm.ops.deep import READS, Norm, answer, check_norm, check_update, chunk_form, refused_update, residual
 from proteus_lm.ops.memory_activations import memory_function
 from proteus_lm.ops.state import TitansState
 
@@ -31,6 +33,9 @@ def titans_step(
     active: Tensor | None = None,
     read: str = "post",
     memory_activation: str = "gelu_tanh",
+    surprise_clip: float | None = None,
+    initial: Sequence[Tensor] | None = None,
+    residual_norm: Norm | None = None,
     backend: str = "auto",
     inplace: bool = False,
 ) -> tuple[Tensor, TitansState]:
@@ -43,7 +48,8 @@ def titans_step(
         q, k: (N, H, D).  v: (N, H, Dv).  theta, alpha, eta: (N, H), values in [0, 1].
         state: what `titans_memory` or an earlier step returned; its chunk is the model's.
         active: int (N,), open hidden units (key rows for one layer) of each row at its token; None: all.
-        read, memory_activation: as in `titans_memory`.
+        read, memory_activation, surprise_clip, residual_norm: as in `titans_memory`.
+        initial: W1 (H, in, out) .. WL, the `weights` of `titans_memory` where its decay_target is "init"; None: decay to zero.
         backend: "auto", "chunk" (PyTorch) or "triton" (one kernel: bf16 products for bf16 tokens, else fp32 by three of tf32).
         inplace: move the given state on itself: the kernel alone can, and then touches open units alone.
 
@@ -56,14 +62,24 @@ def titans_step(
     tokens = (k, v, theta, alpha, eta)
     _check(q, tokens, state, read)
     memory_function(memory_activation)
-    refused = {"triton": triton_deep.refuse_step((q, *tokens), state.weights, state.momentum, state.k.shape[1])}
+    check_update(surprise_clip, "zero")
+    check_norm(residual_norm, k, v)
+    target, norm = _target(initial, state), residual_norm or ()
+    refusal = refused_update(surprise_clip, "init" if target else "zero", residual_norm)
+    refusal = refusal or triton_deep.refuse_step((q, *tokens), state.weights, state.momentum, state.k.shape[1])
+    refused = {"triton": refusal}
     if choose("titans_memory", backend, q, k, v, refused=refused) == "triton":
         return triton_deep.step((q, *tokens), state, active, read, memory_activation, inplace)
     if inplace:
         raise ValueError("inplace is for the Triton kernel, which does not run here; use inplace=False")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *tokens, *state.weights, *state.momentum, *state[2:7])):
-        return _with_gradients(q, tokens, state, active, read, memory_activation)
-    dtype = compute_dtype(q, *tokens, *state.weights)
+    dtype, given = compute_dtype(q, *tokens, *state.weights), v.dtype
+    if norm:
+        v = residual(k, v, dtype)
+        tokens = (k, v, theta, alpha, eta)
+    needed = (q, *tokens, *state.weights, *state.momentum, *target, *norm, *state[2:7])
+    if torch.is_grad_enabled() and any(t.requires_grad for t in needed):
+        y, after = _with_gradients(q, tokens, state, active, read, memory_activation, surprise_clip, target, norm)
+        return answer(y, q, given, residual_norm), after
     units, chunk = state.weights[-1].shape[-2], state.k.shape[1]
     slot = state.position.remainder(chunk)
     here = torch.arange(chunk, device=slot.device) == slot[:, None]
@@ -72,18 +88,29 @@ def titans_step(
         rows = [_put(old.to(dtype), new.to(dtype), here) for old, new in zip(state[2:7], tokens)]
         open_units = torch.where(here, now[:, None], state.active)
         weights, momentum = ([t.to(dtype).flatten(0, 1) for t in part] for part in (state.weights, state.momentum))
+        aim = [t.to(dtype).repeat(len(q), 1, 1) for t in target]
+        scale = [t.to(dtype).repeat(len(q), 1)[:, None] for t in norm]
         y, weights, momentum = _step(
-            q.to(dtype), rows, open_units, now, here, slot == chunk - 1, weights, momentum, read, memory_activation
-        )
+            q.to(dtype), rows, open_units, now, here, slot == chunk - 1, weights, momentum, aim, scale, read,
+            memory_activation, surprise_clip,
+        )  # fmt: skip
     full = (slot == chunk - 1)[:, None]
     kept = [torch.where(full.view(-1, *[1] * (t.dim() - 1)), torch.zeros_like(t), t) for t in (*rows, open_units)]
     heads = q.shape[1]
     boundary = (tuple(t.unflatten(0, (-1, heads)) for t in part) for part in (weights, momentum))
-    return y.to(v.dtype), TitansState._make([*boundary, *kept, state.position + 1])
+    return answer(y.to(v.dtype), q, given, residual_norm), TitansState._make([*boundary, *kept, state.position + 1])
 
 
 def _with_gradients(
-    q: Tensor, tokens: tuple[Tensor, ...], state: TitansState, active: Tensor | None, read: str, memory_activation: str
+    q: Tensor,
+    tokens: tuple[Tensor, ...],
+    state: TitansState,
+    active: Tensor | None,
+    read: str,
+    memory_activation: str,
+    clip: float | None,
+    target: Sequence[Tensor],
+    norm: Sequence[Tensor],
 ) -> tuple[Tensor, TitansState]:
     """The same by the chunk form, which has a backward."""
     dtype = compute_dtype(q, *tokens, *state.weights)
@@ -94,6 +121,9 @@ def _with_gradients(
         carried=True,
         read=read,
         memory_activation=memory_activation,
+        clip=clip,
+        target=target,
+        norm=norm,
     )
     assert final is not None
     return y[:, 0], final
@@ -108,10 +138,14 @@ def _step(
     full: Tensor,
     weights: list[Tensor],
     momentum: list[Tensor],
+    target: list[Tensor],
+    norm: list[Tensor],
     read: str,
     memory_activation: str,
+    clip: float | None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Read, and commit the rows whose chunk is full. weights, momentum (N * H, in, out); `rows` include this token."""
+    """Read, and commit the rows whose chunk is full. weights, momentum (N * H, in, out), target too or nothing, norm (N * H, 1, D)
+    or nothing; `rows` include this token."""
     act, heads, chunk = POINTWISE[memory_activation], q.shape[1], rows[0].shape[1]
     k, v = (t.transpose(1, 2).flatten(0, 1) for t in rows[:2])
     theta, alpha, eta = (t.transpose(1, 2).flatten(0, 1) for t in rows[2:])
@@ -122,17 +156,18 @@ def _step(
     layers = [*places(depth), *places(depth)]
     inside = [entries(opens < chunk, place) for place in layers]
     blanked = [torch.where(chosen, t, 0) for t, chosen in zip((*weights, *momentum), inside)]
-    written = _deep_chunk.write(k, v, blanked[:depth], act, mask)
+    aim = [torch.where(chosen, t, 0) for t, chosen in zip(target, inside)]
+    written = _deep_chunk.write(k, v, blanked[:depth], act, mask, clip, norm)
     at_end = _scales(theta, alpha, eta, valid, opens)
     seen = at_end if read == "post" else _scales(theta, alpha, eta, valid & ~here.repeat_interleave(heads, 0), opens)
     looking = opening(now[:, None], units)[1].repeat_interleave(heads, 0)
-    y, _ = _deep_chunk.read(
-        q.flatten(0, 1)[:, None], blanked[:depth], blanked[depth:], written, seen._replace(mask=looking), act, keep=False
-    )
+    looked = seen._replace(mask=looking)
+    query = q.flatten(0, 1)[:, None]
+    y, _ = _deep_chunk.read(query, blanked[:depth], blanked[depth:], written, looked, act, keep=False, target=aim)
     y = y.unflatten(0, (-1, heads))[:, :, 0]
     if not (torch.compiler.is_compiling() or full.is_cuda or full.any()):  # on a host, a look at `full` costs no wait
         return y, weights, momentum
-    _deep_chunk.advance(blanked[:depth], blanked[depth:], written, at_end)
+    _deep_chunk.advance(blanked[:depth], blanked[depth:], written, at_end, aim)
     commit = full.repeat_interleave(heads, 0)[:, None, None]
     new = [torch.where(commit & chosen, a, b) for chosen, a, b in zip(inside, blanked, (*weights, *momentum))]
     return y, new[:depth], new[depth:]
@@ -159,6 +194,20 @@ def _scales(theta: Tensor, alpha: Tensor, eta: Tensor, valid: Tensor, opens: Ten
         decay[:, None], carry[:, None], (mix * theta)[:, None], decay, carry, held, (mix * theta)[..., None],
         (momentum * theta)[..., None],
     )  # fmt: skip
+
+
+def _target(initial: Sequence[Tensor] | None, state: TitansState) -> Sequence[Tensor]:
+    """What the weights decay to, or nothing.
+
+    Raises:
+        ValueError: for tensors that are not of the memory's shapes.
+    """
+    if initial is None:
+        return ()
+    shapes, wanted = [tuple(t.shape) for t in initial], [tuple(w.shape[1:]) for w in state.weights]
+    if shapes != wanted:
+        raise ValueError(f"initial has shapes {shapes}; it must be the memory's (H, in, out) = {wanted}")
+    return initial
 
 
 def _put(rows: Tensor, token: Tensor, here: Tensor) -> Tensor:

@@ -8,13 +8,20 @@ import torch
 from torch import Tensor
 
 from proteus_lm.ops._deep_chunk import entries, places
+from proteus_lm.ops._deep_loss import norm_gradient
 from proteus_lm.ops._linear_operator import compute_dtype
+from proteus_lm.ops.deep import Norm, answer
 from proteus_lm.ops.memory_activations import memory_function
 from proteus_lm.ops.state import TitansState
 
 
 def titans_read(
-    weights: Sequence[Tensor], q: Tensor, active: Tensor | None = None, *, memory_activation: str = "gelu_tanh"
+    weights: Sequence[Tensor],
+    q: Tensor,
+    active: Tensor | None = None,
+    *,
+    memory_activation: str = "gelu_tanh",
+    residual_norm: Norm | None = None,
 ) -> Tensor:
     """f(q) of the memory f(x) = act(.. act(x W1) ..) WL, each query seeing the units open to it (Titans' M*; spec/deep.md 1.6).
 
@@ -26,6 +33,7 @@ def titans_read(
         q: (N, L, H, D).
         active: int (N or 1, L), open hidden units (rows of one matrix) of each query; None: all.
         memory_activation: "gelu_tanh" or "silu".
+        residual_norm: gain and bias (H, D) of a memory x + LN(f(x)), as in `titans_memory`.
 
     Returns:
         (N, L, H, Dv) in q's type.
@@ -48,18 +56,19 @@ def titans_read(
         for layer in layers[:-1]:
             x = act(x @ layer)
             x = x if opened is None else torch.where(opened, x, 0)
-        return (x @ layers[-1]).transpose(1, 2).to(q.dtype)
+        return answer((x @ layers[-1]).transpose(1, 2), q, q.dtype, residual_norm).to(q.dtype)
 
 
-def titans_surprise(state: TitansState, *, memory_activation: str = "gelu_tanh") -> Tensor:
+def titans_surprise(state: TitansState, *, memory_activation: str = "gelu_tanh", residual_norm: Norm | None = None) -> Tensor:
     """Mean norm of the inner gradients, over heads and the tokens of the open chunk: what the loss wants changed, before theta.
 
     The gradient of a token is a product of one row and one column in each matrix, so its norm needs none of its entries
-    (spec/deep.md 2.6).
+    (spec/deep.md 2.6). It is that before any clipping.
 
     Args:
         state: as `titans_memory` returns it.
         memory_activation: "gelu_tanh" or "silu".
+        residual_norm: as in `titans_memory`, of the calls that made the state.
 
     Returns:
         (N,), fp32 or wider; 0 for a row whose open chunk is empty.
@@ -76,7 +85,10 @@ def titans_surprise(state: TitansState, *, memory_activation: str = "gelu_tanh")
         for weight in weights[:-1]:
             before.append(inputs[-1] @ weight)
             inputs.append(torch.where(mask, act(before[-1]), 0))
-        error = inputs[-1] @ weights[-1] - state.v.to(dtype).transpose(1, 2)
+        out, wanted = inputs[-1] @ weights[-1], state.v.to(dtype).transpose(1, 2)
+        error = out - wanted
+        if residual_norm is not None:
+            error, _ = norm_gradient(out, wanted, *(t.to(dtype)[:, None] for t in residual_norm))
         energy = inputs[-1].square().sum(-1) * error.square().sum(-1)
         for layer in range(len(weights) - 2, -1, -1):
             error = torch.where(mask, error @ weights[layer + 1].mT * slope(before[layer]), 0)

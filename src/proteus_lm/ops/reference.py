@@ -10,12 +10,13 @@ Masks select (torch.where), never multiply: whatever stands in a locked coordina
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from proteus_lm.activation import Activation
+from proteus_lm.ops._deep_loss import EPS
 from proteus_lm.ops.memory_activations import memory_function
 from proteus_lm.ops.rows import check_packed
 from proteus_lm.ops.state import SWLAState, TitansState
@@ -269,15 +270,28 @@ def _apply(weights: Sequence[Tensor], x: Tensor, function: str) -> tuple[Tensor,
     return x, inputs, before
 
 
-def inner_gradient(weights: Sequence[Tensor], k: Tensor, v: Tensor, function: str) -> list[Tensor]:
+def _layer_norm(z: Tensor) -> tuple[Tensor, Tensor]:
+    """z without mean and of deviation one over the last dimension, and the deviation it had."""
+    deviation = (z.var(-1, correction=0, keepdim=True) + EPS).sqrt()
+    return (z - z.mean(-1, keepdim=True)) / deviation, deviation
+
+
+def inner_gradient(
+    weights: Sequence[Tensor], k: Tensor, v: Tensor, function: str, norm: tuple[Tensor, Tensor] | None = None
+) -> list[Tensor]:
     """Gradient of 1/2 ||f(k) - v||^2 with respect to each matrix, by the chain rule (so that it works without autograd).
 
     Args:
         weights: (B, H, in, out) each.  k: (B, H, D).  v: (B, H, Dv).
+        norm: gain and bias (H, Dv) of a layer norm behind f (spec/deep.md 2.2); of f(x) = x + LN(..), v is v - k.
     """
     _, slope = memory_function(function)
     out, inputs, before = _apply(weights, k, function)
     error = out - v
+    if norm is not None:
+        unit, deviation = _layer_norm(out)
+        error = (unit * norm[0] + norm[1] - v) * norm[0]
+        error = (error - error.mean(-1, keepdim=True) - unit * (unit * error).mean(-1, keepdim=True)) / deviation
     gradients = []
     for i in range(len(weights) - 1, -1, -1):
         gradients.append(_outer(inputs[i], error))
@@ -298,6 +312,9 @@ def titans_memory(
     chunk: int,
     read: str = "post",
     memory_activation: str = "gelu_tanh",
+    surprise_clip: float | None = None,
+    decay_target: str = "zero",
+    residual_norm: tuple[Tensor, Tensor] | None = None,
     activation: Activation | None = None,
     initial_state: TitansState | tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     cu_seqlens: Tensor | None = None,
@@ -306,12 +323,16 @@ def titans_memory(
     """Titans eq 11-15 under Proteus' mask (spec/deep.md 1.1, 3.1). As `proteus_lm.ops.titans_memory`.
 
     S_t = eta_t S_{t-1} - theta_t grad l(M_F; k_t, v_t);  M_t = (1 - alpha_t) M_{t-1} + S_t;  y_t = M_t(q_t) ("post") or
-    M_{t-1}(q_t) ("pre"); M_F are the weights at the last boundary of `chunk`. All of it in the open entries only.
+    M_{t-1}(q_t) ("pre"); M_F are the weights at the last boundary of `chunk`. All of it in the open entries only. With
+    `surprise_clip` tau, grad l is scaled by min(1, tau / ||grad l||); with `decay_target` "init", M_t has alpha_t M_0 more; with
+    `residual_norm`, M(x) is x + LN(M(x)), and v - k is what LN(M(k)) is to be.
     """
     check_packed(len(q), cu_seqlens)
     dtype = _wide(q, k, v, theta, alpha, eta, *weights)
     tensors = [x.to(dtype) for x in (q, k, v, theta, alpha, eta)]
     weights = [w.to(dtype) for w in weights]
+    if residual_norm is not None:
+        tensors[2] = tensors[2] - tensors[1]
     units = weights[0].shape[-1] if len(weights) > 1 else weights[0].shape[-2]
     batch, length = q.shape[:2]
     if activation is None:
@@ -320,6 +341,7 @@ def titans_memory(
     else:
         active, start = activation.active, activation.offset
     outputs, finals = [], []
+    rule = _Rule(memory_activation, surprise_clip, weights if decay_target == "init" else None, residual_norm)
     for index, d in enumerate(_documents(cu_seqlens, length)):
         state, at = initial_state, start
         if cu_seqlens is not None:
@@ -327,7 +349,7 @@ def titans_memory(
             state = _pick(initial_state, index)
         out, final = _titans_document(
             *([x[:, d] for x in tensors], weights, active[:, d].expand(batch, -1)),
-            *(chunk, read, memory_activation, state, at),
+            *(chunk, read, rule, state, at),
         )
         outputs.append(out)
         finals.append(final)
@@ -351,13 +373,23 @@ def _pick(state: Any, index: int) -> Any:
     return TitansState(*row) if isinstance(state, TitansState) else tuple(row)
 
 
+class _Rule(NamedTuple):
+    """How a memory learns: the function between its layers, the limit of a token's gradient, what it decays to, (H, in, out), and
+    gain and bias (H, D) of the norm of a residual one."""
+
+    function: str
+    clip: float | None
+    target: Sequence[Tensor] | None
+    norm: tuple[Tensor, Tensor] | None
+
+
 def _titans_document(
     tensors: list[Tensor],
     weights: list[Tensor],
     active: Tensor,
     chunk: int,
     read: str,
-    function: str,
+    rule: _Rule,
     state: TitansState | tuple | None,
     start: int | Tensor,
 ) -> tuple[Tensor, TitansState]:
@@ -373,15 +405,18 @@ def _titans_document(
         bare: list[Any] = [tuple(x.to(q.dtype) for x in part) for part in state]
         state = TitansState._make([*bare, *empty, active.new_zeros(batch, chunk), position])
     boundary, boundary_momentum = state.weights, state.momentum
-    current, momentum = titans_weights(state, memory_activation=function)
+    current, momentum = _replay(state, rule)
     outputs = []
     for t in range(length):
         token = (k[:, t], v[:, t], theta[:, t], alpha[:, t], eta[:, t], active[:, t])
         masks = _layer_masks(active[:, t], weights)
         before = current
-        current, momentum = _write(current, momentum, boundary, token, function)
+        current, momentum = _write(current, momentum, boundary, token, rule)
         seen = current if read == "post" else before
-        outputs.append(_apply([torch.where(m, w, 0.0) for m, w in zip(masks, seen)], q[:, t], function)[0])
+        read_out = _apply([torch.where(m, w, 0.0) for m, w in zip(masks, seen)], q[:, t], rule.function)[0]
+        if rule.norm is not None:
+            read_out = q[:, t] + _layer_norm(read_out)[0] * rule.norm[0] + rule.norm[1]
+        outputs.append(read_out)
         full = ((position + t + 1) % chunk == 0)[:, None, None, None]  # the next token's gradient is taken at the new weights
         boundary = tuple(torch.where(full, w, b) for w, b in zip(current, boundary))
         boundary_momentum = tuple(torch.where(full, s, b) for s, b in zip(momentum, boundary_momentum))
@@ -404,28 +439,45 @@ def _open_rows(state: TitansState, tokens: tuple[Tensor, ...], start: Tensor, le
     return rows
 
 
-def _write(current: Memory, momentum: Memory, boundary: Memory, token: tuple[Tensor, ...], function: str) -> tuple[Memory, Memory]:
+def _write(current: Memory, momentum: Memory, boundary: Memory, token: tuple[Tensor, ...], rule: _Rule) -> tuple[Memory, Memory]:
     """One token's step of gradient descent with momentum and forgetting, in the open entries; `active` 0 writes nothing."""
     k, v, theta, alpha, eta, active = token
     masks = _layer_masks(active, current)
     opened = [torch.where(m, w, 0.0) for m, w in zip(masks, boundary)]
-    gradients = inner_gradient(opened, k, v, function)
+    gradients = inner_gradient(opened, k, v, rule.function, rule.norm)
+    if rule.clip is not None:  # a constant to the outer gradient
+        entries = [torch.where(m, u.detach(), 0.0).flatten(2) for m, u in zip(masks, gradients)]
+        norm = torch.cat(entries, 2).norm(dim=2)[..., None, None]
+        gradients = [u * (rule.clip / norm.clamp(min=rule.clip)) for u in gradients]
     theta, alpha, eta = (x[..., None, None] for x in (theta, alpha, eta))
     here = (active > 0)[:, None, None, None]
     masks = [m & here for m in masks]
     momentum = tuple(torch.where(m, eta * s - theta * u, s) for m, s, u in zip(masks, momentum, gradients))
-    current = tuple(torch.where(m, (1 - alpha) * w + s, w) for m, w, s in zip(masks, current, momentum))
-    return current, momentum
+    kept = [(1 - alpha) * w for w in current]
+    if rule.target is not None:
+        kept = [w + alpha * w0 for w, w0 in zip(kept, rule.target)]
+    return tuple(torch.where(m, w + s, old) for m, w, s, old in zip(masks, kept, momentum, current)), momentum
 
 
-def titans_weights(state: TitansState, *, memory_activation: str = "gelu_tanh") -> tuple[Memory, Memory]:
+def titans_weights(
+    state: TitansState,
+    *,
+    memory_activation: str = "gelu_tanh",
+    surprise_clip: float | None = None,
+    initial: Sequence[Tensor] | None = None,
+    residual_norm: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Memory, Memory]:
     """Weights and momentum after the last token seen: those of the boundary, and the open chunk's tokens written again.
 
     Returns:
         (W1 .. WL), (S1 .. SL), each (N, H, in, out).
     """
+    return _replay(state, _Rule(memory_activation, surprise_clip, initial, residual_norm))
+
+
+def _replay(state: TitansState, rule: _Rule) -> tuple[Memory, Memory]:
     current, momentum = state.weights, state.momentum
     for i in range(state.k.shape[1]):
         token = tuple(x[:, i] for x in state[2:8])
-        current, momentum = _write(current, momentum, state.weights, token, memory_activation)
+        current, momentum = _write(current, momentum, state.weights, token, rule)
     return current, momentum

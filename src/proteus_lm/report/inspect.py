@@ -41,6 +41,9 @@ class Look:
         length: tokens to read; None: twice the training context, or what the longest document holds.
         windows: sequences behind each mean. pairs, looks, seed: of the retention.
         rows: new rows of a synthetic task. task_length: their tokens; None: as it was trained. device: where the model runs.
+
+    Raises:
+        ValueError: for a number below 1.
     """
 
     step: int | None = None
@@ -53,6 +56,12 @@ class Look:
     rows: int = 64
     task_length: int | None = None
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("length", "windows", "pairs", "looks", "rows", "task_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ def inspect_run(path: Path, out: Path, look: Look, *, made_by: str = "") -> Insp
     run = Run.open(path)
     check_drawing()
     checkpoint = run.checkpoint(look.step)
+    make_folder(out)
     model: Any = run.load_model(look.step, device=look.device)
     dataset, schedule = run.dataset(look.split), model.config.schedule
     length = look.length or min(2 * run.recipe.data.context, dataset.longest_document - 2)
@@ -84,7 +94,6 @@ def inspect_run(path: Path, out: Path, look: Look, *, made_by: str = "") -> Insp
     if spec is not None and look.task_length is not None:
         spec = replace(spec, length=look.task_length)
     recall = None if spec is None else task_recall(model, spec.fresh(look.rows))
-    make_folder(out)
     pictures = _draw(profile, retention, out)
     parts = [f"# The memory of {path.resolve().name}", f"`{checkpoint}`, {length:,} tokens of the {look.split} split."]
     parts += _profile_text(profile) + _retention_text(retention, why) + _recall_text(recall)

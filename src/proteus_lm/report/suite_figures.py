@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from proteus_lm.evals.positions import paired_raw
 from proteus_lm.evals.suite import SuiteResult
 from proteus_lm.report.figures import COLOURS, band, new_figure, save
 from proteus_lm.report.paper import Paper, paper_model
@@ -48,14 +49,13 @@ def draw_by_length(suite: str, entries: Sequence[Entry], paper: Paper, path: Pat
                 axis.plot([p[0] for p in theirs], [p[1] for p in theirs], "--", color=colour, linewidth=1, label=name)
         axis.set(title=task, xlabel="context (tokens)", ylabel="percent", ylim=(-3, 103))
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.flat[0].legend(fontsize=7)
     save(figure, path)
 
 
 def draw_positions(entries: Sequence[Entry], path: Path) -> bool:
     """Figure 4: loss by position with one standard error over documents, and the paired difference. False: nothing to draw."""
-    from proteus_lm.evals.positions import paired_raw
-
     there = [(e, raw) for e in entries if "fig4" in e.results and (raw := paired_raw(e.results["fig4"])) is not None]
     if not there:
         return False
@@ -74,6 +74,7 @@ def draw_positions(entries: Sequence[Entry], path: Path) -> bool:
         axes[1, 0].set(ylabel="difference (nats per token)\nbelow 0: better")
     axes[-1, 0].set(xlabel="position in the document")
     axes[-1, 0].set_xscale("symlog", base=2, linthresh=256)
+    axes[-1, 0].xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     for axis in axes[:, 0]:
         axis.legend(fontsize=8)
     save(figure, path)

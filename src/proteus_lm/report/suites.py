@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from proteus_lm.data.files import make_folder, write_json, write_text
+from proteus_lm.evals.positions import paired_raw
 from proteus_lm.evals.suite import SuiteResult
 from proteus_lm.report.build import run_names
 from proteus_lm.report.figures import check_drawing
@@ -42,10 +43,13 @@ def collect(runs: Sequence[Path], results: Sequence[Path] = (), names: Sequence[
         names: what to call the runs; by default as `run_names`.
 
     Raises:
-        FileNotFoundError: for a file that is not there.
-        ValueError: for a file that holds no results, or two files with one suite of one model.
+        FileNotFoundError: for a run or a file that is not there.
+        ValueError: for a file that holds no results or not all that its figure needs, or two files with one suite of one model.
     """
     entries = []
+    for run in runs:
+        if not run.is_dir():
+            raise FileNotFoundError(f"no folder {run}; give the folder of a run, or single files of results with --results")
     for run, name in zip(runs, names or (run_names(runs) if runs else []), strict=True):
         files = [path for path in sorted((run / "evals").glob("*.json")) if path.stem in TITLES]
         if files:
@@ -63,7 +67,20 @@ def _entry(name: str, files: Sequence[Path]) -> Entry:
             raise ValueError(f"{path} holds the suite {result.suite!r}, which no table shows; known: {', '.join(TITLES)}")
         if sum(other.suite == result.suite for _, other in loaded) > 1:
             raise ValueError(f"{name} has {result.suite} twice, once in {path}; give it once")
+        _check_extra(path, result)
     return Entry(name, {result.suite: result for _, result in loaded}, {result.suite: path for path, result in loaded})
+
+
+def _check_extra(path: Path, result: SuiteResult) -> None:
+    """Raise ValueError, naming the file, where what a figure draws is not in it."""
+    missing = [name for name in ("key", "seeds", "values", "paired") if result.suite == "fig3" and name not in result.extra]
+    try:
+        if missing:
+            raise ValueError(f"no {', '.join(missing)} in extra")
+        if result.suite == "fig4":
+            paired_raw(result)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; run `{result.command}` again") from error
 
 
 def build_page(entries: Sequence[Entry], out: Path, *, paper: Paper = PAPER, size: str = SIZES[0], made_by: str = "") -> PaperPage:
@@ -108,10 +125,10 @@ def build_page(entries: Sequence[Entry], out: Path, *, paper: Paper = PAPER, siz
 
 def _preface(size: str) -> str:
     return (
-        "Our cells: value ± standard error (n samples, how many were truncated if any). Paper columns: what the paper (Proteus, "
-        f"arXiv 2608.16844v1) prints for the model of the same kind, of {size} in Table 1; Tables 2 and 3 do not say their size. "
-        "The paper's models are far larger and trained on other data than most of ours: the columns stand side by side to be read, "
-        "not to be subtracted."
+        "Our cells: value ± standard error (n samples, in Figure 4 tokens; how many were truncated if any). Paper columns: what "
+        f"the paper (Proteus, arXiv 2608.16844v1) prints for the model of the same kind, of {size} in Table 1; Tables 2 and 3 do "
+        "not say their size. The paper's models are far larger and trained on other data than most of ours: the columns stand side "
+        "by side to be read, not to be subtracted."
     )
 
 

@@ -33,11 +33,12 @@ def fig2(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
     lengths = options.lengths or LENGTHS
     count = min(options.samples or SAMPLES, options.limit or options.samples or SAMPLES)
     scores, records = list[Score](), list[dict[str, Any]]()
-    for name in options.chosen(tuple(SETS)):
-        try:
-            builder = Builder(name, load_items(name, options.data, offline=options.offline), options.seed)
-        except MissingData as error:
-            scores += [Score.not_run(name, str(length), str(error), version=str(VERSION)) for length in lengths]
+    builders = {
+        name: _builder(name, options) for name in options.chosen(tuple(SETS))
+    }  # first: a damaged file would lose the others
+    for name, builder in builders.items():
+        if isinstance(builder, MissingData):
+            scores += [Score.not_run(name, str(length), str(builder), version=str(VERSION)) for length in lengths]
             continue
         for length in lengths:
             score, answers = _run(model, builder, length, count, options)
@@ -45,6 +46,14 @@ def fig2(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
             records += [{"context": length, **answer.to_dict()} for answer in answers]
     settings = {"lengths": list(lengths), "samples": count, "seed": options.seed, "tokens_to_generate": TOKENS_TO_GENERATE}
     return SuiteResult("fig2", model.name, options.command, tuple(scores), {"settings": settings, "samples": records})
+
+
+def _builder(name: str, options: SuiteOptions) -> Builder | MissingData:
+    """What builds the prompts of a set, or what is missing. Raises ValueError for a file that is not what it should be."""
+    try:
+        return Builder(name, load_items(name, options.data, offline=options.offline), options.seed)
+    except MissingData as error:
+        return error
 
 
 def contains(text: str, answers: tuple[str, ...]) -> bool:

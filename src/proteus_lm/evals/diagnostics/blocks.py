@@ -15,7 +15,7 @@ from proteus_lm.evals.perplexity import evaluation_mode
 from proteus_lm.evals.windows import Documents, choose_windows
 from proteus_lm.mixers.base import MatrixMixer, MatrixState, Mixer
 from proteus_lm.mixers.titans import TitansMemory
-from proteus_lm.ops import TitansState, titans_weights
+from proteus_lm.ops import TitansState
 from proteus_lm.schedule import ActivationSchedule
 
 STEPS = 8
@@ -74,7 +74,7 @@ def unit_rows(mixer: Mixer, state: Any) -> Tensor | None:
     if not isinstance(mixer, TitansMemory):
         return None
     memory = _titans(state)
-    weights, _ = titans_weights(memory, memory_activation=mixer.function)
+    weights = mixer.weights_now(memory)
     deltas = [w - w0 for w, w0 in zip(weights, _initial(mixer))]
     if len(deltas) == 1:
         return deltas[0]

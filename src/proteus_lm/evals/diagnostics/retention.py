@@ -151,7 +151,7 @@ def _drawn(
             raise ValueError(f"the text has {len(known)} different tokens, too few for {pairs} pairs; use fewer, or other text")
         return draw.choice(known, (len(text), pairs + 1, size)), np.stack([draw.permutation(known)[:pairs] for _ in text])
     free = [np.setdiff1d(names[0], row) for row in text]
-    least = min(len(names[1]), *(len(row) - 1 for row in free))
+    least = max(0, min(len(names[1]), *(len(row) - 1 for row in free)))
     if least < pairs:
         raise ValueError(f"{pairs} pairs need as many values, and one key more that the text does not use; there are {least}")
     keys = np.stack([draw.permutation(row)[: pairs + 1, None] for row in free])

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from proteus_lm.evals.harness.tasks import NAMES, TASKS, HarnessTask
+from proteus_lm.evals.hub import MissingData, require_hub, without_hub
 from proteus_lm.evals.language_model import TooLong
 from proteus_lm.evals.statistics import ratio_estimate
-from proteus_lm.evals.suite import MissingData, Score, SuiteOptions, SuiteResult, require_hub
+from proteus_lm.evals.suite import Score, SuiteOptions, SuiteResult
 
 if TYPE_CHECKING:
     from proteus_lm.evals.language_model import LanguageModel
 
+Given = tuple[Path, list[dict[str, Any]]]
 _LIBRARIES = ("lm_eval", "datasets", "transformers", "torch")
 
 
@@ -36,14 +38,16 @@ def table1(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
         ValueError: for a task that is not of this suite, or a local file that is not what it should be.
     """
     chosen = options.chosen(NAMES)
+    tasks = [task for task in TASKS if task.name in chosen]
+    given = {task.name: _given(task, options) for task in tasks}  # first: a damaged file of the last task would lose all others
     manager = _manager()
     lm = _harness_model(model)
     before, model.allow_truncation = model.allow_truncation, options.allow_truncation
     scores: list[Score] = []
     samples: dict[str, Any] = {}
     try:
-        for task in (task for task in TASKS if task.name in chosen):
-            found, rows = _run(task, lm, manager, options)
+        for task in tasks:
+            found, rows = _run(task, lm, manager, options, given[task.name])
             scores += found
             samples[task.name] = rows
     finally:
@@ -87,17 +91,21 @@ def _harness_model(model: LanguageModel) -> Any:
     return HarnessModel(model)
 
 
-def _run(task: HarnessTask, lm: Any, manager: Any, options: SuiteOptions) -> tuple[list[Score], dict[str, list[float]]]:
+def _run(
+    task: HarnessTask, lm: Any, manager: Any, options: SuiteOptions, given: Given | None
+) -> tuple[list[Score], dict[str, list[float]]]:
     """The scores of one task and, by metric, what they are the mean of (for a perplexity: nats of each document)."""
     data, version = "", ""
     try:
-        loaded, data = _load(task, manager, options)
+        loaded, data = _load(task, manager, options, given)
         (definition,) = loaded["tasks"].values()
         version = str(definition.VERSION)
         lm.cut.clear()
         windowed = lm.model.windowed
         with _quiet():
             results = _harness("evaluator").evaluate(lm, task_dict=loaded, limit=options.limit, bootstrap_iters=0, log_samples=True)
+    except (LookupError, ZeroDivisionError) as error:
+        raise _unfit(data, task, error) from error
     except (MissingData, TooLong) as error:
         return [Score.not_run(task.name, metric, str(error), version=version, data=data) for metric in task.metrics], {}
     windowed = lm.model.windowed - windowed
@@ -141,22 +149,30 @@ def _error(metric: str, value: float, rows: Sequence[Any]) -> float | None:
 # Data.
 
 
-def _load(task: HarnessTask, manager: Any, options: SuiteOptions) -> tuple[Any, str]:
+def _given(task: HarnessTask, options: SuiteOptions) -> Given | None:
+    """The user's own samples of a task and their file; None where there are none."""
+    path = None if options.data is None else task.find(options.data)
+    return None if path is None else (path, task.rows(path))
+
+
+def _load(task: HarnessTask, manager: Any, options: SuiteOptions, given: Given | None) -> tuple[Any, str]:
     """The harness's task over a local file or the hub's data, and where the data came from.
 
     Raises:
         MissingData: when there is neither.
     """
-    path = None if options.data is None else task.find(options.data)
-    if path is not None:
-        rows = task.rows(path)
-        with _quiet():
-            return _task_dict(manager, _local(task, rows)), str(path)
+    if given is not None:
+        path, rows = given
+        try:
+            with _quiet():
+                return _task_dict(manager, _local(task, rows)), str(path)
+        except (LookupError, TypeError, ValueError) as error:  # the harness makes the first sample to see that it can
+            raise _unfit(path, task, error) from error
     what, remedy = f"the data of {task.name}", task.missing(options.data)
     try:
         require_hub(what, remedy, offline=options.offline)
     except MissingData:
-        with _without_hub(), _quiet(), contextlib.suppress(Exception):  # it may lie in the hub's cache
+        with without_hub(), _quiet(), contextlib.suppress(Exception):  # it may lie in the hub's cache
             loaded = _task_dict(manager, {"task": task.name})
             return loaded, f"{_hub_name(loaded)} (cached)"
         raise
@@ -166,6 +182,14 @@ def _load(task: HarnessTask, manager: Any, options: SuiteOptions) -> tuple[Any, 
     except Exception as error:  # many kinds: no such data set, no access, a broken connection
         raise MissingData(f"{what} did not come from the hub ({type(error).__name__}: {error}). {remedy}") from error
     return loaded, _hub_name(loaded)
+
+
+def _unfit(data: str | Path, task: HarnessTask, error: Exception) -> ValueError:
+    """For samples whose fields are there, but not what the harness's task makes of them (an answer that is none of the choices)."""
+    return ValueError(
+        f"lm-evaluation-harness cannot use the samples of {data} for {task.name} ({type(error).__name__}: {error}); look at "
+        f"{', '.join(task.fields)} of its rows for empty texts, or an answer that is none of the choices"
+    )
 
 
 def _task_dict(manager: Any, changes: dict[str, Any]) -> Any:
@@ -190,23 +214,6 @@ def _hub_name(loaded: Any) -> str:
     (definition,) = loaded["tasks"].values()
     names = (definition.config.dataset_path, definition.config.dataset_name)
     return " ".join(name for name in names if name)
-
-
-@contextlib.contextmanager
-def _without_hub() -> Iterator[None]:
-    """The hub's libraries look into their caches only, whatever the environment said when they were imported."""
-    import huggingface_hub
-    from datasets import config
-
-    places = [(config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")]
-    before = [getattr(place, name) for place, name in places]
-    for place, name in places:
-        setattr(place, name, True)
-    try:
-        yield
-    finally:
-        for (place, name), value in zip(places, before):
-            setattr(place, name, value)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from proteus_lm.evals.files import read_lines
 
 Row = dict[str, Any]
 
@@ -43,19 +44,18 @@ class HarnessTask:
         """The samples of a local file, in the hub's layout.
 
         Raises:
-            ValueError: for a file that is empty, no JSON lines, or without a field the task needs.
+            ValueError: for a file that is empty, damaged, no JSON lines, or without a field the task needs.
         """
         rows = []
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = self.adapt(json.loads(line))
-                    rows.append({name: row[name] for name in self.fields})
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise ValueError(
-                        f"line {number} of {path} is no sample of {self.name} ({type(error).__name__}: {error}); "
-                        f"each line must be a JSON object with {', '.join(self.fields)}"
-                    ) from error
+        for number, line in read_lines(path):
+            try:
+                row = self.adapt(json.loads(line))
+                rows.append({name: row[name] for name in self.fields})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"line {number} of {path} is no sample of {self.name} ({type(error).__name__}: {error}); "
+                    f"each line must be a JSON object with {', '.join(self.fields)}"
+                ) from error
         if not rows:
             raise ValueError(f"{path} holds no sample of {self.name}; give a file with at least one line")
         return rows

@@ -39,7 +39,9 @@ def fit(
     """
     low, low_tokens = least, tokens_of(least)
     if low_tokens > room:
-        raise NoRoom(f"a prompt of {low_tokens} tokens is the shortest this task has, and there is room for {room}; ask for more")
+        raise NoRoom(
+            f"a prompt of {low_tokens} tokens is the shortest this task has, and there is room for {max(0, room)}; ask for more"
+        )
     high = None if most is None else most + 1
     slack = room // _SLACK if slack is None else slack
     aim = room - slack // 2  # so that a long text seldom overshoots by a few tokens, and is encoded once more

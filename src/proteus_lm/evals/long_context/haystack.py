@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from proteus_lm.data.python_docs import PythonDocs
+from proteus_lm.evals.files import read_text
 from proteus_lm.evals.long_context.rows import find_file, read_rows
 from proteus_lm.evals.suite import MissingData
 
@@ -115,19 +116,12 @@ def _given(data: Path) -> Haystack | None:
     texts = [path for path in (data / "essays.txt", *sorted((data / "essays").glob("*.txt"))) if path.is_file()]
     if texts:
         name = texts[0].name if len(texts) == 1 else f"essays/ ({len(texts)} files)"
-        return Haystack(" ".join(_text(path) for path in texts), name)
+        return Haystack(" ".join(map(read_text, texts)), name)
     file = find_file(data, *_FILES)
     if file is None:
         return None
     rows = read_rows(file, ("text",))
     return Haystack(" ".join(row["text"] for row in rows.rows), rows.source)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}); convert it, or leave it out") from error
 
 
 @lru_cache(maxsize=1)

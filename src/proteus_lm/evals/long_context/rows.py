@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proteus_lm.evals.suite import MissingData, require_hub
+from proteus_lm.evals.files import read_lines, read_text
+from proteus_lm.evals.hub import MissingData, require_hub, without_hub
 
 _ENDINGS = (".jsonl.gz", ".jsonl", ".json.gz", ".json")
 
@@ -38,11 +38,10 @@ def read_rows(path: Path, fields: Iterable[str] = ()) -> Rows:
     Raises:
         ValueError: naming the file and the row, for what is not JSON, not an object, or lacks a field.
     """
-    content = _text(path)
     if ".json" in path.suffixes:
-        rows = _json(content, str(path))
+        rows = _json(read_text(path), str(path))
     else:
-        rows = [_json(line, f"{path} line {n}") for n, line in enumerate(content.splitlines(), 1) if line.strip()]
+        rows = [_json(line, f"{path} line {n}") for n, line in read_lines(path)]
     rows = [rows] if isinstance(rows, dict) else rows
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{path} holds no rows; give JSON lines, or a JSON list of objects")
@@ -58,9 +57,11 @@ def check_rows(rows: Sequence[Any], fields: Iterable[str], where: str) -> None:
     """
     wanted = list(fields)
     for number, row in enumerate(rows):
-        missing = [name for name in wanted if not isinstance(row, dict) or name not in row]
-        if missing or not isinstance(row, dict):
-            raise ValueError(f"{where} row {number} has no field {', '.join(missing) or 'at all'}; it needs {', '.join(wanted)}")
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} row {number} is no JSON object; give rows of fields{': ' * bool(wanted)}{', '.join(wanted)}")
+        missing = [name for name in wanted if name not in row]
+        if missing:
+            raise ValueError(f"{where} row {number} has no field {', '.join(missing)}; it needs {', '.join(wanted)}")
 
 
 def hub_rows(
@@ -103,29 +104,13 @@ def _streamed(name: str, config: str | None, split: str, limit: int | None, reme
 def _cached(name: str, config: str | None, split: str, limit: int | None) -> list[dict[str, Any]] | None:
     """Rows that an earlier `datasets.load_dataset` left on this machine; None where there are none. No network is used."""
     import datasets
-    import huggingface_hub
-    from datasets import config as settings
 
-    places = [(settings, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")]
-    before = [getattr(place, flag) for place, flag in places]
     try:
-        for place, flag in places:  # the environment was read when they were imported
-            setattr(place, flag, True)
-        loaded: Any = datasets.load_dataset(name, config, split=split)
+        with without_hub():
+            loaded: Any = datasets.load_dataset(name, config, split=split)
         return [dict(loaded[i]) for i in range(min(len(loaded), limit or len(loaded)))]
     except Exception:  # many kinds, all of which mean that it is not there
         return None
-    finally:
-        for (place, flag), value in zip(places, before):
-            setattr(place, flag, value)
-
-
-def _text(path: Path) -> str:
-    data = path.read_bytes()
-    try:
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as UTF-8 text ({error}); give it again") from error
 
 
 def _json(text: str, where: str) -> Any:

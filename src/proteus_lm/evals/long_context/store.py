@@ -35,8 +35,8 @@ class Store:
         path = self.folder / f"{name}-{key}.jsonl"
         found = _read(path, settings)
         if found is None:
+            make_folder(self.folder)  # first, so that a folder that cannot be made is known before the work
             found = make()
-            make_folder(self.folder)
             lines = [json.dumps(line, ensure_ascii=False) for line in [{"settings": settings}, *found, {"samples": len(found)}]]
             write_whole(path, ("\n".join(lines) + "\n").encode())
         return found
@@ -45,8 +45,8 @@ class Store:
 def _read(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The samples of a file; None where it is absent, damaged or of other settings: then they are made again."""
     try:
-        first, *samples, last = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (FileNotFoundError, ValueError):
+        first, *samples, last = [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     whole = first == {"settings": json.loads(json.dumps(settings))} and last == {"samples": len(samples)}
     return samples if whole else None

@@ -31,18 +31,20 @@ def table3(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
         options: data (folder with longbench_NAME.jsonl, longbench/NAME.jsonl or NAME.jsonl), lengths (one; several are for other
             suites), limit (first rows), allow_truncation, tasks, offline.
 
+    A length without room for a prompt beside the answer is not run and says so.
+
     Raises:
-        ValueError: for a length without room for an answer.
+        ValueError: for a local file that is not what it should be.
     """
     limits = [limit for limit in (model.max_length, _wished(options)) if limit is not None]
     limit = min(limits, default=None)
     scores, records = list[Score](), list[dict[str, Any]]()
-    for name in _chosen(options):
-        one = SETS[name]
-        try:
-            score, answers = _run(model, one, _rows(one, options), options, limit)
-        except MissingData as error:
-            score, answers = Score.not_run(name, one.metric, str(error), version=VERSION), []
+    given = [(SETS[name], _rows(SETS[name], options)) for name in _chosen(options)]  # first: a damaged file would lose all others
+    for one, rows in given:
+        if isinstance(rows, MissingData):
+            score, answers = Score.not_run(one.name, one.metric, str(rows), version=VERSION), []
+        else:
+            score, answers = _run(model, one, rows, options, limit)
         scores.append(score)
         records += [answer.to_dict() for answer in answers]
     settings = {"limit": options.limit, "max_length": limit}
@@ -75,7 +77,8 @@ def _file(name: str, options: SuiteOptions) -> Any:
     return find_file(options.data, f"longbench_{name}", f"longbench/{name}", name)
 
 
-def _rows(one: LongBenchSet, options: SuiteOptions) -> Rows:
+def _rows(one: LongBenchSet, options: SuiteOptions) -> Rows | MissingData:
+    """The rows of a set, or what is missing. Raises ValueError for rows without answers, or without classes to be scored with."""
     file = _file(one.name, options)
     if file is not None:
         rows = read_rows(file, _FIELDS)
@@ -84,7 +87,15 @@ def _rows(one: LongBenchSet, options: SuiteOptions) -> Rows:
             f"Give --data DIR with DIR/longbench_{one.name}.jsonl (LongBench's data.zip holds {one.name}.jsonl): "
             "rows with context, input, answers"
         )
-        rows = hub_rows(_HUB, one.name, "test", fields=_FIELDS, remedy=remedy, offline=options.offline, limit=options.limit)
+        try:
+            rows = hub_rows(_HUB, one.name, "test", fields=_FIELDS, remedy=remedy, offline=options.offline, limit=options.limit)
+        except MissingData as error:
+            return error
+    for index, row in enumerate(rows.rows):
+        if not isinstance(row["answers"], list) or not row["answers"]:
+            raise ValueError(f"{rows.source} row {index} has the answers {row['answers']!r}; it needs a list of at least one")
+        if one.metric == "classification_score" and not isinstance(row.get("all_classes"), list):
+            raise ValueError(f"{rows.source} row {index} has no list all_classes, which {one.name} is scored with")
     return Rows(rows.rows[: options.limit], rows.source)
 
 
@@ -93,6 +104,9 @@ def _run(
 ) -> tuple[Score, list[Answered]]:
     """One set: its score, and a record a row."""
     room = None if limit is None else limit - one.max_new_tokens
+    if room is not None and room < 2:
+        reason = f"{limit} tokens hold no prompt beside an answer of {one.max_new_tokens}; ask for {one.max_new_tokens + 2}"
+        return Score.not_run(one.name, one.metric, reason, version=VERSION, data=rows.source), []
     questions = list(_questions(one, rows))
     if room is not None and not (options.allow_truncation or _wished(options)):
         long = sum(count > room for count in count_tokens(model.tokenizer, [q.prompt for q in questions]))

@@ -113,7 +113,8 @@ class _Dish:
         while measured > room:
             if units == least:
                 raise NoRoom(
-                    f"{self._task.name} has a prompt of at least {measured} tokens, and there is room for {room}; ask for more"
+                    f"{self._task.name} has a prompt of at least {measured} tokens, and there is room for {max(0, room)}; "
+                    "ask for more"
                 )
             units = max(least, units - max(1, math.ceil((measured - room) * units / measured)))
             (measured,) = tokens([self.prompt(units)])

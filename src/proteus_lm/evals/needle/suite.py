@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ def table2(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
     lengths = options.lengths or LENGTHS
     count = min(options.samples or SAMPLES, options.limit or options.samples or SAMPLES)
     words = load_words(options.data)
+    with suppress(MissingData):  # of a task that needs it; a damaged file is known before the work, and the text is kept
+        load_haystack(options.data)
     scores, records = list[Score](), list[dict[str, Any]]()
     for name in options.chosen(tuple(TASKS)):
         for length in lengths:
