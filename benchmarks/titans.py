@@ -110,7 +110,7 @@ def run(case: Case, tokens: list[Tensor], weights: list[Tensor], active: Tensor)
     rows = [w.expand(case.B, *w.shape) for w in weights]
     start = [w.new_zeros(()).expand(case.B, *w.shape) for w in weights]
     return triton_deep.scan(
-        *(tokens, [], rows, start, active, None, torch.tensor([case.offset]), None),
+        *(tokens, [], rows, start, active, None, case.offset, None),
         chunk=case.chunk, read=case.read, memory_activation=case.function,
     )  # fmt: skip
 

@@ -73,7 +73,7 @@ def compare(tokens, weights, momentum, activation, cu_seqlens=None, **options) -
     ours = leaves([*tokens, *weights, *momentum], torch.float32)
     units = F if depth == 2 else D
     active = torch.full((1, tokens[0].shape[1]), units) if activation is None else activation.active
-    offset = torch.as_tensor(0 if activation is None else activation.offset).reshape(-1)
+    offset = 0 if activation is None else activation.offset
     out = triton_deep.scan(
         ours[:6], [], ours[6 : 6 + depth], ours[6 + depth :], active, None, offset, cu_seqlens,
         **{"read": "post", "memory_activation": "gelu_tanh", **options},
@@ -150,8 +150,7 @@ def test_a_call_goes_on_from_the_open_chunk_of_the_call_before():
     wide = [[t.float() for t in part] for part in (state.weights, state.momentum)]
     earlier = [t.float() for t in (state.k, state.v, state.theta, state.alpha, state.eta)]
     active = schedule.activation(F, 45 - cut, offset=cut).active
-    for offset in (torch.tensor([cut]), state.position):  # known on the host, and not
-        offset = offset if offset.numel() > 1 else offset.clone()
+    for offset in (cut, state.position):  # known on the host, and not
         y, *_ = triton_deep.scan(
             rest, earlier, *wide, active, state.active, offset, None, chunk=CHUNK, read="post", memory_activation="gelu_tanh"
         )

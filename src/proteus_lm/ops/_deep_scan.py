@@ -236,17 +236,17 @@ def _saved_parts(walk: Walk, groups: list[list[Block]], kept: int, saved: list[T
     return parts
 
 
-def check_position(offset: Tensor, position: Tensor | None) -> None:
+def check_position(offset: int | Tensor, position: Tensor | None) -> None:
     """Raise ValueError (on CUDA, assert on the device) where the offset (N or 1) is not the position (N), if one is given."""
     if position is None:
         return
-    if position.device.type != "cpu" or offset.device.type != "cpu":
-        known = offset.numel() == 1 and offset.device.type == "cpu"  # to the host: no transfer
-        same = position.eq(int(offset) if known else offset.to(position.device)).all()
+    same = position.eq(offset if isinstance(offset, int) else offset.to(position.device)).all()
+    if same.is_cuda:
         torch._assert_async(same, "the state's position is not the offset of the activation")
-    elif not torch.equal(offset.expand_as(position), position):
+    elif not same:
+        starts = offset if isinstance(offset, int) else offset.tolist()
         raise ValueError(
-            f"the state stands at positions {position.tolist()} but the activation starts at {offset.tolist()}; "
+            f"the state stands at positions {position.tolist()} but the activation starts at {starts}; "
             "give the activation the state's position as offset"
         )
 

@@ -185,7 +185,7 @@ def answer(out: Tensor, q: Tensor, dtype: torch.dtype, norm: Norm | None) -> Ten
 def chunk_form(
     tokens: Sequence[Tensor],
     start: TitansState,
-    at: Tensor,
+    at: int | Tensor,
     active: Tensor,
     cu_seqlens: Tensor | None,
     output_final_state: bool,
@@ -202,7 +202,7 @@ def chunk_form(
 
     Args:
         start: the state to start from; `carried` says whether its open rows hold tokens and its position is binding.
-        at: int64 (N or 1), position of each row's first token.
+        at: int64 (N or 1), position of each row's first token; a number where all rows agree and the host knows it.
         active: int64 (B or 1, T), open coordinates of each token.
         kernel: run it by the Triton kernels, which know none of the next.
         clip: limit of a token's gradient, or None.
@@ -221,9 +221,10 @@ def chunk_form(
             chunk=chunk, read=read, memory_activation=memory_activation,
         )  # fmt: skip
     else:
+        offset = torch.tensor([at]) if isinstance(at, int) else at
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in needed)
         out = titans_scan(
-            list(tokens), earlier, list(start.weights), list(start.momentum), target, norm, active, held, at, position,
+            list(tokens), earlier, list(start.weights), list(start.momentum), target, norm, active, held, offset, position,
             cu_seqlens, chunk, read, memory_activation, clip, keep, torch.compiler.is_compiling(),
         )  # fmt: skip
     if not output_final_state:
@@ -264,10 +265,10 @@ def _start(
     rows: int,
     activation: Activation | None,
     initial: InitialState | None,
-) -> tuple[TitansState, Tensor]:
+) -> tuple[TitansState, int | Tensor]:
     """The state to start from, its boundary in the type to compute in, and the position of each row's first token (N or 1)."""
     offset = 0 if activation is None else activation.offset
-    at = offset.long() if isinstance(offset, Tensor) else torch.tensor([offset])
+    at = offset.long() if isinstance(offset, Tensor) else offset
     if isinstance(initial, TitansState):
         at = initial.position if activation is None else at
         boundary = initial.weights, initial.momentum
@@ -295,11 +296,9 @@ def _active(activation: Activation | None, q: Tensor, weights: Sequence[Tensor],
     return activation.schedule.active(activation.dim, activation.offset + torch.arange(activation.length))[None]
 
 
-def _positions(at: Tensor, rows: int, device: torch.device) -> Tensor:
-    """int64 (N,) on the device, of positions (N or 1); one that the host knows is no transfer, so that a CUDA graph can hold it."""
-    if at.numel() == 1 and at.device.type == "cpu":
-        return torch.full((rows,), int(at), device=device)
-    return at.to(device).expand(rows)
+def _positions(at: int | Tensor, rows: int, device: torch.device) -> Tensor:
+    """int64 (N,) on the device, of positions (N or 1); a number is no transfer, so that a CUDA graph can hold it."""
+    return torch.full((rows,), at, device=device) if isinstance(at, int) else at.to(device).expand(rows)
 
 
 def _final(
@@ -307,7 +306,7 @@ def _final(
     boundary: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
     tokens: Sequence[Tensor],
     active: Tensor,
-    at: Tensor,
+    at: int | Tensor,
     chunk: int,
     cu_seqlens: Tensor | None,
 ) -> TitansState:
@@ -317,8 +316,8 @@ def _final(
     begin = _positions(at, rows, device)
     everywhere = active.to(device).expand(batch, length)
     news = (*tokens[1:], everywhere)
-    if cu_seqlens is None and at.numel() == 1 and at.device.type == "cpu":
-        parts = [_tail(old, new, int(at), boundary[0][0].dtype) for old, new in zip(start[2:8], news)]
+    if cu_seqlens is None and isinstance(at, int):
+        parts = [_tail(old, new, at, boundary[0][0].dtype) for old, new in zip(start[2:8], news)]
         return TitansState._make([*boundary, *parts, begin + length])
     if cu_seqlens is None:
         first, count = torch.arange(rows, device=device) * length, torch.full((rows,), length, device=device)

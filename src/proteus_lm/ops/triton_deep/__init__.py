@@ -60,7 +60,7 @@ def scan(
     momentum: Sequence[Tensor],
     active: Tensor,
     open_active: Tensor | None,
-    offset: Tensor,
+    offset: int | Tensor,
     cu_seqlens: Tensor | None,
     *,
     chunk: int,
@@ -74,7 +74,7 @@ def scan(
         open_rows: k, v, theta, alpha, eta (N, chunk, H, ...): tokens of earlier calls since the last boundary; or nothing.
         weights, momentum: the state at the last boundary, fp32 (N, H, in, out) each.
         active: int64 (B or 1, T), open units at each token.  open_active: int64 (N, chunk), at each open row.
-        offset: int64 (N or 1), position of each row's first token; on the CPU it costs no transfer.
+        offset: int64 (N or 1), position of each row's first token; a number for all, which costs no transfer.
         cu_seqlens: int (N + 1), where B = 1 row holds N documents.
 
     Returns:

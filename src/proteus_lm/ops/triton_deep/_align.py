@@ -24,22 +24,26 @@ class Grid:
     """Where each token of a call goes.
 
     Args:
-        rows: N.  length: T of each row, or of the packed row.  offset: int64 (N or 1), position of each row's first token.
+        rows: N.  length: T of each row, or of the packed row.
+        offset: position of each row's first token, int64 (N or 1), or a number for all.
         cu_seqlens: int (N + 1), where one row holds N documents.
     """
 
-    def __init__(self, rows: int, length: int, offset: Tensor, cu_seqlens: Tensor | None, chunk: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, length: int, offset: int | Tensor, cu_seqlens: Tensor | None, chunk: int, device: torch.device
+    ) -> None:
         self.rows, self.length, self.chunk = rows, length, chunk
         self._packed = None if cu_seqlens is None else Rows(cu_seqlens, length)
-        self.even = cu_seqlens is None and offset.numel() == 1 and offset.device.type == "cpu"
-        if self.even:
-            self.phase = int(offset) % chunk
+        self.even = cu_seqlens is None and isinstance(offset, int)
+        if cu_seqlens is None and isinstance(offset, int):
+            self.phase = offset % chunk
             self.slots = -(-(self.phase + length) // chunk) * chunk
             self.full = torch.full((rows,), (self.phase + length) // chunk, device=device)
             return
         longest = length if self._packed is None else self._packed.length
         self.slots = -(-(chunk - 1 + longest) // chunk) * chunk
-        phase = (offset.to(device) % chunk).expand(rows)
+        offset = torch.full((1,), offset, device=device) if isinstance(offset, int) else offset.to(device)
+        phase = (offset % chunk).expand(rows)
         lengths = torch.full((rows,), length, device=device) if self._packed is None else self._packed.lengths.to(device)
         self.full = (phase + lengths) // chunk
         place = torch.arange(self.slots, device=device) - phase[:, None]
