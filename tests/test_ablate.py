@@ -69,6 +69,15 @@ def test_what_is_finished_is_used_as_it_is_and_gives_the_same_result(work, done,
     assert again.to_dict() == done.to_dict()
 
 
+def test_a_damaged_measurement_is_made_again(work, done):
+    kept = work / "out" / "memory_blocks-1-seed-0" / "evals" / module.MEASURED
+    before = kept.read_text()
+    for damage in ("{", "[]", "{}", "\N{REPLACEMENT CHARACTER}"):
+        kept.write_text(damage)
+        assert ablate(plan(work), work / "out", made_by="proteus ablate r.yaml", say=lambda text: None).to_dict() == done.to_dict()
+    assert json.loads(kept.read_text()) == json.loads(before)
+
+
 def test_a_run_that_stopped_goes_on_and_one_more_value_trains_that_alone(work, done, monkeypatch):
     trained = []
     real = module.train
@@ -153,6 +162,8 @@ def test_over_of_another_form_is_refused(text):
         ({"key": "train.seed"}, "cannot be the key"),
         ({"overrides": ("model.memory_blocks=2",)}, "which this ablation sets itself"),
         ({"overrides": ("train.seed=2",)}, "which this ablation sets itself"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"context": 0}, "context is 0; it must be at least 1"),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(work, changes, says):

@@ -1,6 +1,7 @@
 import importlib.util
 import io
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,12 @@ def test_the_installed_command_is_this_one():
     [
         (["train", "no-such.yaml"], "no recipe at no-such.yaml"),
         (["eval", "no-such-run"], "no folder no-such-run"),
+        (["eval", "r", "--limit", "3", "--offline"], "--limit, --offline can be given with --suite only"),
+        (["eval", "r", "--suite", "table1", "--bins", "4"], "--bins can be given without --suite only"),
+        (["eval", "r", "--suite", "table2", "--lengths", ""], "no length is given"),
+        (["report", "a", "--context", "²x"], "'²x' is not a length"),
+        (["report", "no-such-run", "--only-suites"], "no folder no-such-run"),
+        (["inspect", "r", "--pairs", "0"], "pairs is 0; it must be at least 1"),
         (["generate", "no-such-run", "--prompt", "a"], "no folder no-such-run"),
         (["generate", "no-such-run", "--prompt", ""], "gives no token; give at least one character"),
         (["generate", "no-such-run", "--prompt", "a", "--top-p", "2"], "top_p is 2.0; it must be"),
@@ -264,8 +271,6 @@ def test_the_reports_memory_shows_locked_blocks_empty_until_they_open(work):
 
 
 def test_the_reports_own_commands_give_its_numbers_again(work, capsys):
-    import shlex
-
     out = work / "report-again"
     assert main(["report", f"{work}/e4", "--out", str(out), "--max-tokens", "512", "--sample-tokens", "12"]) == 0
     run = json.loads((out / "report.json").read_text())["runs"][0]
@@ -333,7 +338,8 @@ def test_lengths_are_numbers_of_tokens_with_or_without_a_unit():
 
 def test_a_suite_of_a_run_is_printed_and_saved_with_all_that_makes_it_again(work, capsys, tmp_path):
     run = shutil.copytree(work / "e4", tmp_path / "e4")
-    assert main(["eval", str(run), "--suite", "fig4", "--lengths", "256", "--batch-size", "2"]) == 0
+    arguments = ["eval", str(run), "--suite", "fig4", "--lengths", "256", "--batch-size", "2"]
+    assert main(arguments) == 0
     shown = capsys.readouterr().out
     saved = json.loads((run / "evals" / "fig4.json").read_text())
     whole = saved["scores"][0]
@@ -343,7 +349,7 @@ def test_a_suite_of_a_run_is_printed_and_saved_with_all_that_makes_it_again(work
     assert provenance["config"]["memory_blocks"] == 4
     assert provenance["options"]["seed"] == 0
     assert provenance["options"]["lengths"] == [256]
-    assert saved["command"].startswith("proteus ")
+    assert saved["command"] == shlex.join(["proteus", *arguments])
     assert len(saved["extra"]["raw"]["sums"]) == 3  # a row a document
     assert [p.name for p in (run / "evals").iterdir()] == ["fig4.json"]  # no temporary file is left
     assert main(["report", str(run), "--out", f"{tmp_path}/report", "--max-tokens", "256", "--sample-tokens", "0"]) == 0
@@ -378,6 +384,17 @@ def test_all_suites_run_one_after_another_and_one_that_fails_stops_no_other(work
     seen = capsys.readouterr()
     assert "not run: table2: the essays are too short" in seen.err
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["fig4.json", "table1.json"]
+
+
+def test_tasks_are_of_one_suite_and_a_folder_that_cannot_be_is_known_before_the_work(work, capsys, monkeypatch, tmp_path):
+    from proteus_lm.evals import suite as suites
+
+    monkeypatch.setattr(suites, "SUITES", {"fig4": lambda model, options: pytest.fail("worked in vain")})
+    (tmp_path / "file").write_text("")
+    assert main(["eval", f"{work}/e1", "--suite", "all", "--tasks", "piqa", "--out", f"{tmp_path}/out"]) == 2
+    assert "--tasks piqa chooses among the tasks of one suite; name it in place of all" in capsys.readouterr().err
+    assert main(["eval", f"{work}/e1", "--suite", "fig4", "--out", f"{tmp_path}/file"]) == 2
+    assert "cannot be a folder: a file stands at its place" in capsys.readouterr().err
 
 
 def test_the_report_gathers_the_suites_of_its_runs(work, capsys, tmp_path):

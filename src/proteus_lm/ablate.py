@@ -52,7 +52,7 @@ class Ablation:
 
     Raises:
         RecipeError: before any work, for a recipe that one of the combinations makes impossible; its message is `load_recipe`'s.
-        ValueError: for no or repeated values or seeds, or a key that is set twice.
+        ValueError: for no or repeated values or seeds, a key that is set twice, or a size below 1.
     """
 
     recipe: Path
@@ -72,6 +72,10 @@ class Ablation:
             raise ValueError("train.seed cannot be the key: seeds are what the intervals are over; give them as --seeds")
         if any(item.partition("=")[0].strip() in (self.key, "train.seed") for item in self.overrides):
             raise ValueError(f"--set gives {self.key} or train.seed, which this ablation sets itself; leave it out there")
+        for name in ("max_tokens", "context"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1")
         for value in self.values:
             self.load(value, self.seeds[0])
 
@@ -197,10 +201,9 @@ def _measure(plan: Ablation, folder: Path, device: str) -> dict[str, Any]:
     context = plan.context * run.recipe.data.context if plan.context > 1 else validation_context(run.recipe, validation)
     asked = {"step": run.steps[-1], "max_tokens": plan.max_tokens, "context": context}
     file = folder / "evals" / MEASURED
-    if file.is_file():
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept.get("asked") == asked:
-            return kept["found"]
+    kept = _kept(file)
+    if kept is not None and kept.get("asked") == asked and "found" in kept:
+        return kept["found"]
     model = run.load_model(device=device)
     result = evaluate(
         model,
@@ -215,6 +218,15 @@ def _measure(plan: Ablation, folder: Path, device: str) -> dict[str, Any]:
     make_folder(file.parent)
     write_json(file, {"asked": asked, "found": found})
     return found
+
+
+def _kept(file: Path) -> dict[str, Any] | None:
+    """What an earlier measurement kept; None where there is none, or it is damaged: then it is made again."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return kept if isinstance(kept, dict) else None
 
 
 def _page(plan: Ablation, result: SuiteResult, made_by: str) -> str:

@@ -324,6 +324,29 @@ def test_a_line_that_is_no_sample_is_named(tmp_path, bytes_of):
         table1(Stub(bytes_of, True), SuiteOptions(data=tmp_path, tasks=("piqa",)))
 
 
+def test_a_damaged_file_of_the_last_task_is_known_before_the_first_is_scored(tmp_path, bytes_of, monkeypatch):
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(made_rows()["piqa"][0]))
+    (tmp_path / "boolq.jsonl.gz").write_bytes(gzip.compress(b"{}")[:-9])
+    stub = Stub(bytes_of, True)
+    monkeypatch.setattr(stub, "loglikelihoods", lambda pairs: pytest.fail("scored in vain"))
+    with pytest.raises(ValueError, match=r"boolq\.jsonl\.gz cannot be read"):
+        table1(stub, SuiteOptions(data=tmp_path, tasks=("piqa", "boolq")))
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("piqa", {"goal": "a", "sol1": "b", "sol2": "c", "label": 7}),
+        ("piqa", {"goal": "", "sol1": "", "sol2": "", "label": 0}),
+        ("wikitext", {"page": ""}),
+    ],
+)
+def test_samples_that_the_harness_cannot_use_name_their_file(tmp_path, bytes_of, name, row):
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=rf"cannot use the samples of .*{name}\.jsonl for {name}"):
+        table1(Stub(bytes_of, True), SuiteOptions(data=tmp_path, tasks=(name,)))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_rows_score_the_same_from_the_hub_and_from_files(name, tmp_path, bytes_of, monkeypatch):
     """The hub is played by a data set of its splits, some of them without answers as there."""

@@ -11,6 +11,7 @@ from proteus_lm.evals.long_context import (
     Haystack,
     NoRoom,
     Question,
+    Store,
     ask,
     fit,
     haystack,
@@ -97,7 +98,7 @@ def test_a_user_gives_text_in_several_ways(tmp_path):
         load("essays.txt".replace("txt", "json"), b'[{"text": " "}]')
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "essays.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"essays.txt is not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"essays.txt cannot be read as UTF-8 text"):
         load_haystack(tmp_path / "x")
 
 
@@ -129,8 +130,14 @@ def test_the_default_text_is_pythons_documentation(tmp_path, monkeypatch):
         ("a.jsonl", b'{"x": 1}\n{"x": \n', r"line 2 is not JSON"),
         ("a.jsonl", b"", r"holds no rows"),
         ("a.json", b"3", r"holds no rows"),
-        ("a.json", b"[3]", r"row 0 has no field x"),
+        ("a.json", b"[3]", r"row 0 is no JSON object; give rows of fields: x"),
         ("a.jsonl.gz", b"no gzip", r"cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"x": 1}', mtime=0)[:-9], r"a.jsonl.gz cannot be read"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"x" * 99, mtime=0)[:10] + b"\xff" * 20,
+            r"a.jsonl.gz cannot be read",
+        ),  # no OSError: zlib's own
         ("a.jsonl", b"\xff", r"cannot be read as UTF-8"),
     ],
 )
@@ -138,6 +145,25 @@ def test_a_file_that_is_not_rows_names_its_fault(tmp_path, name, content, messag
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name, ("x",))
+
+
+def test_ends_of_lines_inside_texts_end_no_row(tmp_path):
+    """JSON may hold U+2028 and its like as they are; `str.splitlines` cuts there."""
+    text = "a\u2028b\u2029c\u0085d\x1ce"
+    (tmp_path / "a.jsonl").write_text(f'{{"x": "{text[:-2]}"}}\r\n\n{{"x": 2}}\n', encoding="utf-8", newline="")
+    assert [row["x"] for row in read_rows(tmp_path / "a.jsonl", ("x",)).rows] == [text[:-2], 2]
+
+
+def test_samples_with_any_character_come_back_from_the_store(tmp_path):
+    made = [{"a": "x\u2028y"}]
+    assert Store(tmp_path).get("n", {"s": 1}, lambda: made) == made
+    assert Store(tmp_path).get("n", {"s": 1}, lambda: pytest.fail("made again")) == made
+
+
+def test_a_store_that_cannot_be_is_known_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="cannot be a folder"):
+        Store(tmp_path / "file").get("n", {}, lambda: pytest.fail("worked in vain"))
 
 
 def test_the_first_file_in_the_order_of_names_counts(tmp_path):

@@ -115,8 +115,22 @@ def test_long_prompts_are_cut_only_where_that_was_wished_and_counted(tmp_path):
     assert wished.truncated == 4 and len(free.prompts[-1]) == 600
     (other,) = table3(free, SuiteOptions(data=data, tasks=("hotpotqa",), lengths=(600, 700))).scores
     assert other.truncated == 0  # several lengths are for other suites
-    with pytest.raises(ValueError, match="room for -20 tokens"):
-        table3(free, SuiteOptions(data=data, tasks=("hotpotqa",), lengths=(12,)))
+    (short,) = table3(free, SuiteOptions(data=data, tasks=("hotpotqa",), lengths=(12,))).scores
+    assert short.value is None and "12 tokens hold no prompt beside an answer of 32; ask for 34" in short.note
+
+
+def test_rows_that_cannot_be_scored_are_known_before_any_set_is_asked(tmp_path):
+    write(tmp_path, "hotpotqa", context=ESSAY[:300])
+    for name, row, words in (
+        ("trec", {"context": "c", "input": "i", "answers": ["x"]}, "no list all_classes, which trec is scored with"),
+        ("trec", {"context": "c", "input": "i", "answers": []}, r"row 0 has the answers \[\]; it needs a list"),
+        ("trec", {"context": "c", "input": "i", "answers": "abc"}, "row 0 has the answers 'abc'; it needs a list"),
+    ):
+        (tmp_path / f"longbench_{name}.jsonl").write_text(json.dumps(row))
+        model = Says(lambda text: "x")
+        with pytest.raises(ValueError, match=words):
+            table3(model, SuiteOptions(data=tmp_path, tasks=("hotpotqa", name)))
+        assert not model.prompts
 
 
 # The suite.

@@ -13,6 +13,7 @@ from proteus_lm.evals.language_model import LanguageModel
 from proteus_lm.evals.long_context import Haystack, Store, count_tokens, tokenizer_hash
 from proteus_lm.evals.needle import TASKS, TOKENS_TO_GENERATE, Kitchen, NeedleTask, load_words, samples, string_match_all, table2
 from proteus_lm.evals.needle.tasks import DEPTHS, NOISE
+from proteus_lm.evals.needle.words import WordLists
 from proteus_lm.evals.suite import SUITES, SuiteOptions
 
 from .recallers import ESSAY, Says, byte_level, essays, pieces
@@ -113,6 +114,13 @@ def test_essay_needles_stand_between_sentences_at_rulers_depths():
         share = (len(before.split()) - 8) / (len(context.split()) - 4 * 9)
         assert abs(100 * share - question.about["depths"][0]) < 12  # the other needles in front of it count above, not in depths
     assert DEPTHS[0] == 0 and DEPTHS[-1] == 100 and len(DEPTHS) == 40
+
+
+def test_too_few_words_for_a_task_s_keys_are_an_error_and_do_not_hang():
+    words = WordLists(("red",), ("house", "barn", "mill", "pond"), "mine")
+    task = NeedleTask("four keys", haystack="needle", keys=4, values=1, queries=1, key_kind="words")
+    with pytest.raises(ValueError, match="mine gives 4 names of adjective and noun, and 5 are needed"):
+        Kitchen(task, words, None, seed=0).recipes(1, 2000, lambda texts: [len(text) for text in texts], "characters")
 
 
 def test_depth_can_be_set():

@@ -1,5 +1,6 @@
 """Figure 4: perplexity by position of whole documents, for our models and others, with the state carried."""
 
+import gzip
 import json
 import math
 
@@ -100,6 +101,15 @@ def test_without_documents_it_is_not_run_and_says_what_to_give(tokenizer, tmp_pa
         (score,) = perplexity_by_position(ours(tokenizer), options_).scores
         assert score.value is None
         assert "give --data" in score.note
+    with gzip.open(tmp_path / "public_domain_essays.jsonl.gz", "wt"):
+        pass
+    with pytest.raises(ValueError, match="holds no text; give --data"):
+        perplexity_by_position(ours(tokenizer), SuiteOptions(data=tmp_path))
+
+
+def test_a_task_it_does_not_have_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="no task piqa in this suite; it has all"):
+        perplexity_by_position(ours(tokenizer), SuiteOptions(tasks=("piqa",)))
 
 
 def test_a_saved_result_can_be_paired_with_another(tokenizer, data, tmp_path):

@@ -50,12 +50,29 @@ def test_a_failed_save_leaves_the_older_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"suite": "a"}', '{"suite": "a", "model": "", "command": "", "scores": [{}], "extra": {}}']
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"suite": "a"}',
+        '{"suite": "a", "model": "", "command": "", "scores": [{}], "extra": {}}',
+        '{"suite": "a", "model": "", "command": "", "scores": [{"value": "x", "stderr": null}], "extra": {}}',
+        '{"suite": "a", "model": "", "command": "", "scores": [], "extra": null}',
+        '{"suite": "a", "model": "", "command": "", "scores": [], "extra": {"provenance": []}}',
+    ],
 )
 def test_a_file_that_is_no_result_is_an_error(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ValueError, match=r"is not JSON|is not the result of a suite"):
+    with pytest.raises(ValueError, match=r"a\.json(:.*is not the result of a suite| is not JSON)"):
         SuiteResult.load(tmp_path / "a.json")
+
+
+def test_a_folder_that_cannot_be_made_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="cannot be a folder: a file stands at its place"):
+        RESULT.save(tmp_path / "file" / "a.json")
 
 
 def test_a_score_is_found_by_task_and_metric():
@@ -101,6 +118,17 @@ def test_every_suite_has_a_home(name):
 
 
 # The hub.
+
+
+def test_without_the_hub_its_libraries_look_into_their_caches_only_and_are_as_before_afterwards():
+    import huggingface_hub
+    from datasets import config
+
+    before = (config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE)
+    with pytest.raises(KeyError), hub.without_hub():
+        assert config.HF_HUB_OFFLINE is True and huggingface_hub.constants.HF_HUB_OFFLINE is True
+        raise KeyError
+    assert before == (config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE)
 
 
 @pytest.fixture

@@ -154,6 +154,7 @@ def save(run, *results):
 
 def test_the_page_shows_what_was_run_and_keeps_raw_rows_settings_and_versions_beside_it(tmp_path):
     runs = [save(tmp_path / "a", table1(), fig4()), save(tmp_path / "b", table1(60, blocks=8), fig4(0.5, 8), table2(blocks=8))]
+    (tmp_path / "without").mkdir()
     page = build_page(collect([*runs, tmp_path / "without"]), tmp_path / "out", made_by="proteus report a b")
     text = (tmp_path / "out" / "paper.md").read_text()
     assert "## Table 1" in text and "## Table 2" in text and "## Figure 4" in text
@@ -185,6 +186,24 @@ def test_two_results_of_one_suite_of_one_model_are_refused(tmp_path):
         table1().save(tmp_path / f"{name}.json")
     with pytest.raises(ValueError, match="has table1 twice"):
         collect([], [tmp_path / "x.json", tmp_path / "y.json"])
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (SuiteResult("fig3", "m", "proteus ablate r.yaml", (), {"key": "k"}), "no seeds, values, paired in extra"),
+        (SuiteResult("fig4", "m", "proteus eval m", (), {"raw": {"a": 1}}), "these are no raw rows"),
+    ],
+)
+def test_a_result_that_its_figure_cannot_draw_is_named_with_its_command(tmp_path, result, words):
+    result.save(tmp_path / "x.json")
+    with pytest.raises(ValueError, match=rf"x\.json: {words}.*run `{result.command}` again"):
+        collect([], [tmp_path / "x.json"])
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere; give the folder of a run"):
+        collect([tmp_path / "nowhere"])
 
 
 def test_no_results_and_a_size_the_paper_lacks_are_refused(tmp_path):

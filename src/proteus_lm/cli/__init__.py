@@ -14,7 +14,7 @@ import tyro
 
 from proteus_lm.cli.ablation import ablate
 from proteus_lm.cli.checking import doctor
-from proteus_lm.cli.common import app, say
+from proteus_lm.cli.common import app, remember, say
 from proteus_lm.cli.data import prepare
 from proteus_lm.cli.evaluation import evaluate
 from proteus_lm.cli.inspection import examine
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("PROTEUS_DEBUG", "") not in ("", "0")
     arguments = [a for a in arguments if a != "--debug"]
+    remember(arguments)
     try:
         code = app.cli(args=arguments, prog="proteus", description=DESCRIPTION, config=(tyro.conf.FlagCreatePairsOff,))
         sys.stdout.flush()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,8 @@ Run = Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
 Device = Annotated[str, tyro.conf.arg(metavar="DEVICE")]
 Overrides = Annotated[tuple[tuple[str, ...], ...], tyro.conf.arg(name="set", metavar="KEY=VALUE ..."), tyro.conf.UseAppendAction]
 Lengths = Annotated[tuple[str, ...], tyro.conf.arg(metavar="LENGTH ...")]
+
+_arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
 
 app = tyro.extras.SubcommandApp()
 
@@ -37,9 +40,14 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
+def remember(arguments: Sequence[str]) -> None:
+    """Keep the arguments of the command that begins, for `command_line`."""
+    _arguments.set(tuple(arguments))
+
+
 def command_line() -> str:
-    """The command as it was given, for the record of what it makes."""
-    return shlex.join(["proteus", *sys.argv[1:]])
+    """The command as it was given to `main`, for the record of what it makes."""
+    return shlex.join(["proteus", *_arguments.get()])
 
 
 def flat(groups: Iterable[Iterable[str]]) -> list[str]:

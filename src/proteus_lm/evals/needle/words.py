@@ -66,7 +66,16 @@ class Draw:
         return f"{self.random.choice(self._words.adjectives)}-{self.random.choice(self._words.nouns)}"
 
     def things(self, kind: str, count: int) -> list[str]:
-        """Different ones: two needles of one name would be one question with two answers."""
+        """Different ones: two needles of one name would be one question with two answers.
+
+        Raises:
+            ValueError: for word lists that do not give so many and one more, for what is hidden beside them.
+        """
+        pairs = len(self._words.adjectives) * len(self._words.nouns)
+        if kind == "words" and count >= pairs:
+            raise ValueError(
+                f"{self._words.source} gives {pairs} names of adjective and noun, and {count + 1} are needed; give longer lists"
+            )
         found: dict[str, None] = {}
         while len(found) < count:
             found[self.thing(kind)] = None
