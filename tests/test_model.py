@@ -112,7 +112,8 @@ def test_the_first_memory_is_never_zero_and_gates_start_where_they_should(fields
     torch.manual_seed(5)
     model = ProteusForCausalLM(ProteusConfig(**fields))
     for name, parameter in model.named_parameters():
-        zeros = name.endswith("theta.bias")  # sigmoid(0) = 0.5, the start of the step size
+        # sigmoid(0) = 0.5, the start of the step size; a layer norm's bias
+        zeros = name.endswith(("theta.bias", "mixer.bias"))
         assert (parameter.abs().max() == 0) == zeros, name
 
 
@@ -137,7 +138,10 @@ def test_gates_norms_biases_and_embeddings_are_marked_and_maps_are_not(fields):
     for name, parameter in model.named_parameters():
         module = kinds[name.rpartition(".")[0]]
         small = parameter.dim() < 2 or isinstance(module, RMSNorm | torch.nn.Embedding)
-        gate = any(part in name for part in (".gates.", ".theta.", ".alpha.", ".eta.", ".W1", ".W2", ".persistent"))
+        gate = any(
+            part in name
+            for part in (".gates.", ".theta.", ".alpha.", ".eta.", ".W1", ".W2", ".persistent", "mixer.gain", "mixer.bias")
+        )
         assert (name in marked) == (small or gate), name
 
 
