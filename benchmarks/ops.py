@@ -2,7 +2,7 @@
 
     python benchmarks/ops.py --out benchmarks/results          # the table of the README; 5 minutes, most of it fla's autotuning
     python benchmarks/ops.py --quick                           # gated delta rule only
-    python benchmarks/ops.py --no-time                         # the checks alone, 1 minute
+    python benchmarks/ops.py --no-time                         # the checks alone
 
 A kernel whose outputs, final state or gradients leave 1e-2 (bf16; fp32: 1e-3) of the fp64 chunk form, which the tests hold to the
 oracle at 1e-10, is not timed, and the run ends with status 1. Times are medians of CUDA-graph replays, inputs fresh and random,

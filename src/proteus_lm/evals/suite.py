@@ -172,6 +172,11 @@ class SuiteOptions:
             if not self.data.is_dir():
                 raise ValueError(f"no folder {self.data}; give the folder that holds the evaluation files (NAME.jsonl.gz)")
 
+    def count(self, default: int) -> int:
+        """Samples of each task: `samples`, or `default`, and no more than `limit`."""
+        wanted = self.samples or default
+        return min(wanted, self.limit or wanted)
+
     def chosen(self, tasks: tuple[str, ...]) -> tuple[str, ...]:
         """Those of a suite's tasks that the user wants, in the suite's order.
 

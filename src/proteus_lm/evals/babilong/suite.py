@@ -41,7 +41,7 @@ def babilong(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
         options: data (folder with bAbI's stories, and essays), lengths, samples (100 by default), limit, seed, cache, tasks.
     """
     lengths = options.lengths or LENGTHS
-    count = min(options.samples or SAMPLES, options.limit or options.samples or SAMPLES)
+    count = options.count(SAMPLES)
     scores, records = list[Score](), list[dict[str, Any]]()
     for task in options.chosen(TASKS):
         for length in lengths:

@@ -31,7 +31,7 @@ def fig2(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
             cache, tasks, offline.
     """
     lengths = options.lengths or LENGTHS
-    count = min(options.samples or SAMPLES, options.limit or options.samples or SAMPLES)
+    count = options.count(SAMPLES)
     scores, records = list[Score](), list[dict[str, Any]]()
     builders = {
         name: _builder(name, options) for name in options.chosen(tuple(SETS))

@@ -44,7 +44,7 @@ def table2(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
         options: data (folder with essays and word lists), lengths, samples (100 by default), limit, seed, cache, tasks.
     """
     lengths = options.lengths or LENGTHS
-    count = min(options.samples or SAMPLES, options.limit or options.samples or SAMPLES)
+    count = options.count(SAMPLES)
     words = load_words(options.data)
     with suppress(MissingData):  # of a task that needs it; a damaged file is known before the work, and the text is kept
         load_haystack(options.data)

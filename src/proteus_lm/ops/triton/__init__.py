@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ MAX_KEYS, MAX_VALUES = 256, 512
 MAX_KEYS_FLOAT = 128  # beyond, fp32 spills so much that compiling alone takes minutes
 
 
+@cache
+def installed() -> bool:
+    """Whether the package triton is there; looked up once, for a decoding step asks each time."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def refuse(operation: str, tensors: tuple[Tensor, ...]) -> str | None:
     """Why these kernels cannot run `operation` on its tensors in their order (q, k, v first), or None.
 
@@ -30,7 +37,7 @@ def refuse(operation: str, tensors: tuple[Tensor, ...]) -> str | None:
     """
     if operation not in OPERATIONS:
         return f"no Triton kernel for {operation}"
-    if importlib.util.find_spec("triton") is None:
+    if not installed():
         return "the package triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not tensors:
@@ -58,7 +65,7 @@ def refuse_step(operation: str, tensors: tuple[Tensor, ...], state: Tensor, read
     """
     if operation not in OPERATIONS or operation == "swla" or read != "post":
         return f"no decoding kernel for {operation} with read {read!r}"
-    if not state.is_cuda or importlib.util.find_spec("triton") is None:
+    if not state.is_cuda or not installed():
         return "the decoding kernels need CUDA and the package triton"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, state)):
         return "a gradient is wanted; the decoding kernels have none"

@@ -5,7 +5,6 @@ Importing this needs no Triton; running it does.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from proteus_lm.ops.state import TitansState
+from proteus_lm.ops.triton import installed
 
 CHUNKS = (16, 32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
@@ -25,11 +25,11 @@ def refuse(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int) -> s
         tokens: q, k, v, theta, alpha, eta of a call.  weights: its memory.  chunk: tokens between two boundaries.
     """
     q, k, v = tokens[:3]
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if q.device.type != "cuda" and not interpreted:
         return f"tensors on {q.device.type}; the kernels need a CUDA device (or TRITON_INTERPRET=1)"
+    if not installed():
+        return "triton is not installed"
     if any(t.dtype == torch.float64 for t in (*tokens, *weights)):
         return "fp64 tensors; the kernels compute in bf16 or tf32 with fp32 sums"
     kinds = {t.dtype for t in (q, k, v)}
