@@ -1,9 +1,9 @@
 """Chunkwise PyTorch against the token-by-token reference, and scheduled against full capacity, on the CPU.
 
-    python benchmarks/cpu.py [--threads 2] [--repeats 5] [--out benchmarks/results]
+    python benchmarks/cpu.py [--threads 2] [--repeats 5] [--operations titans_memory ..] [--out benchmarks/results]
 
 Every number is a ratio of medians taken in one run, the two sides in turn. A result is timed only after it was found equal to
-the reference.
+the reference. With `--operations` only these are run, and nothing is written but to standard output.
 """
 
 from __future__ import annotations
@@ -157,11 +157,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--operations", nargs="+", choices=EXTRA, help="run only these, and write no file")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows = []
-    for name in EXTRA:
+    for name in arguments.operations or EXTRA:
         check(name, 1, "key")
         short = ORACLE_T.get(name, T)
         sides = [forward_backward(module, name, length=short) for module in (ops, reference)]
@@ -178,8 +179,12 @@ def main() -> None:
             row |= {f"E16_{axis}_forward": many / one, f"E16_{axis}_both": many_b / one_b}
         rows.append(row)
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    if "titans_memory" not in (arguments.operations or EXTRA):
+        return
     autograd = against_autograd(arguments.repeats)
     print(autograd, flush=True)
+    if arguments.operations:
+        return
     about = {
         "command": f"python benchmarks/cpu.py --threads {arguments.threads} --repeats {arguments.repeats}",
         "torch": torch.__version__,

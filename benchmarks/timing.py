@@ -1,4 +1,4 @@
-"""How the GPU benchmarks of Titans take a time: medians of CUDA events, and a call as a CUDA graph."""
+"""How the GPU benchmarks take a time: medians of CUDA events, a call as a CUDA graph, and the kernels it is made of."""
 
 from __future__ import annotations
 
@@ -35,3 +35,24 @@ def captured(work: Callable[[], Any]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         work()
     return graph.replay
+
+
+def replayed_ms(work: Callable[[], Any], repeats: int = 20) -> float:
+    """Median milliseconds of a replay of `work` as a CUDA graph, after calls that compile and tune it. Raises what it raises."""
+    for _ in range(2):
+        work()
+    return median_ms(captured(work), repeats, 3)
+
+
+def kernels_ms(work: Callable[[], Any], repeats: int = 5, most: int = 6) -> dict[str, float]:
+    """Milliseconds a call that each kernel takes, the longest first, at most `most` of them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    work()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    events = [(e.key[:60], e.device_time_total / repeats / 1e3) for e in trace.key_averages() if e.device_time_total > 0]
+    return {name: round(ms, 4) for name, ms in sorted(events, key=lambda x: -x[1])[:most]}

@@ -356,6 +356,75 @@ def test_a_suite_of_a_run_is_printed_and_saved_with_all_that_makes_it_again(work
     assert {"report.md", "report.html", "paper.md", "paper.html"} <= {p.name for p in (tmp_path / "report").iterdir()}
 
 
+STRETCH = ("--memory-policy", "stretch", "--memory-context")
+
+
+def test_eval_opens_a_trained_memory_over_another_length(work, capsys, tmp_path):
+    """The same numbers as `set_context` from Python, other than without; what was done is in the results."""
+    from proteus_lm import ProteusForCausalLM
+    from proteus_lm.evals import evaluate
+    from proteus_lm.run import Run
+
+    run = Run.open(work / "e4")
+    model = ProteusForCausalLM.from_pretrained(run.checkpoint(), memory_policy="stretch").eval()
+    model.set_context(256)
+    wanted = evaluate(model, run.dataset("validation"), context=128, training_context=64).whole.mean
+    found = []
+    for extra in ((*STRETCH, "256"), ()):
+        assert main(["eval", f"{work}/e4", "--context", "128", "--json", *extra]) == 0
+        found.append(json.loads(capsys.readouterr().out)["results"]["128"]["loss"]["mean"])
+    assert found[0] == pytest.approx(wanted, rel=1e-6)
+    assert abs(found[1] - wanted) > 1e-5
+    for extra, positions in (((), [0, 16, 32, 48]), ((*STRETCH, "1K"), [0, 256, 512, 768])):
+        assert main(["eval", f"{work}/e4", "--suite", "fig4", "--lengths", "256", "--out", f"{tmp_path}/o", *extra]) == 0
+        saved = json.loads((tmp_path / "o" / "fig4.json").read_text())["extra"]["provenance"]
+        assert saved["unlock_positions"] == positions
+        assert saved["config"]["memory_policy"] == ("stretch" if extra else "uniform")
+
+
+def test_generate_opens_a_trained_memory_over_another_length(work, capsys, monkeypatch):
+    from proteus_lm.model import ProteusForCausalLM
+
+    seen, real = [], ProteusForCausalLM.generate
+    monkeypatch.setattr(ProteusForCausalLM, "generate", lambda self, *a, **k: seen.append(self.schedule) or real(self, *a, **k))
+    for extra in ((), (*STRETCH, "400")):
+        assert main(["generate", f"{work}/e4", "--prompt", "It was", "--max-new-tokens", "2", "--temperature", "0", *extra]) == 0
+    assert [schedule.unlock_position(3) for schedule in seen] == [48, 300]
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "says"),
+    [
+        ("e4", ("--memory-policy", "stretch"), "changes nothing by itself; say over what length with --memory-context"),
+        ("e4", ("--memory-context", "4K"), "opens the blocks elsewhere than in training; say so with --memory-policy stretch"),
+        ("e4", (*STRETCH, "long"), "length 'long' is not a number of tokens"),
+        ("e4", (*STRETCH, "1K,2K"), "--memory-context 1K,2K is 2 lengths; give one"),
+        ("e1", (*STRETCH, "4K"), "memory_policy"),
+    ],
+)
+def test_a_memory_that_cannot_be_stretched_says_why(work, capsys, run, arguments, says):
+    for command in (["eval", f"{work}/{run}"], ["generate", f"{work}/{run}", "--prompt", "a"]):
+        assert main([*command, *arguments]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_only_a_memory_that_opens_evenly_is_stretched():
+    from types import SimpleNamespace
+
+    from proteus_lm import ProteusConfig, ProteusForCausalLM
+    from proteus_lm.cli.memory import spread
+
+    shape = {"mixer": "comba", "hidden_size": 16, "num_heads": 1, "num_hidden_layers": 1, "memory_blocks": 2, "memory_context": 8}
+    given = ProteusForCausalLM(ProteusConfig(**shape, memory_policy="custom", memory_unlocks=[0, 5]))
+    with pytest.raises(ValueError, match=r"open at the positions \[0, 5\], which were given .*only evenly opened ones"):
+        spread(given, "stretch", "16")
+    own = ProteusForCausalLM(ProteusConfig(**shape, memory_policy="stretch"))
+    spread(own, None, "16")  # its own policy needs no flag
+    assert own.schedule.unlock_position(1) == 8
+    with pytest.raises(ValueError, match="has no blocks of memory to open"):
+        spread(SimpleNamespace(config=SimpleNamespace(model_type="llama")), "stretch", "16")
+
+
 def test_a_suite_runs_on_a_model_of_hugging_face_too(work, capsys, tmp_path):
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

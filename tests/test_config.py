@@ -62,7 +62,7 @@ OTHER = {
     "pad_token_id": 5,
 }
 
-SECOND = {"read": "post", "mixer": "attention", "memory_axis": "key", "channel": "mlp", "titans_variant": "mal"}
+SECOND = {"read": "post", "memory_depth": 2, "mixer": "attention", "memory_axis": "key", "channel": "mlp", "titans_variant": "mal"}
 SECOND |= {"decay_target": "zero", "memory_residual_norm": False}
 """Where a case has the first."""
 
@@ -145,6 +145,8 @@ def test_an_unknown_key_names_the_nearest():
         ({"mixer": "swla", "swla_window": 0}, ["swla_window is 0", "at least 1"]),
         ({"mixer": "titans", "value_expansion": 1}, ["value_expansion", "default, None"]),
         ({"memory_depth": 1, "memory_expansion": 2}, ["memory_expansion", "memory_depth 1"]),
+        ({"memory_depth": 1, "memory_activation": "swiglu"}, ["memory_activation is 'swiglu'", "no hidden layer", "2 or more"]),
+        ({"memory_activation": "swigl"}, ["memory_activation is 'swigl'", "gelu_tanh, silu, swiglu", "did you mean swiglu"]),
         ({"theta_scale": 65.0}, ["theta_scale", "chunk_size 64"]),
         ({"surprise_clip": 0}, ["surprise_clip is 0", "number above 0, or None"]),
         ({"mixer": "comba", "surprise_clip": 1.0}, ["surprise_clip", "comba", "default, None"]),

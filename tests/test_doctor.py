@@ -53,6 +53,15 @@ def test_a_kernel_that_raises_is_a_failed_check_with_its_message(monkeypatch):
     assert check.message == "RuntimeError: shared memory is too small"
 
 
+def test_it_says_what_stands_behind_the_backend_chosen_and_why():
+    verdicts = {"triton": None, "fla": "K = 300", "chunk": None, "reference": None}
+    assert list(doctor._behind(verdicts, "triton")) == ["not fla: K = 300"]
+    assert list(doctor._behind(verdicts | {"fla": None}, "triton")) == ["then fla"]
+    assert list(doctor._behind(verdicts, "chunk")) == []  # its reason names those before it already
+    check = next(doctor.self_check("cpu"))
+    assert check.backend == "chunk" and "not triton: " in check.reason and "not fla: " in check.reason
+
+
 def test_packages_that_are_not_there_are_named():
     rows = dict(doctor.versions())
     assert rows["torch"] == torch.__version__

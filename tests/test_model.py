@@ -140,7 +140,7 @@ def test_gates_norms_biases_and_embeddings_are_marked_and_maps_are_not(fields):
         small = parameter.dim() < 2 or isinstance(module, RMSNorm | torch.nn.Embedding)
         gate = any(
             part in name
-            for part in (".gates.", ".theta.", ".alpha.", ".eta.", ".W1", ".W2", ".persistent", "mixer.gain", "mixer.bias")
+            for part in (".gates.", ".theta.", ".alpha.", ".eta.", "mixer.W", "mixer.U", ".persistent", "mixer.gain", "mixer.bias")
         )
         assert (name in marked) == (small or gate), name
 

@@ -35,7 +35,7 @@ _CHOICES = {
     "memory_policy": ("uniform", "stretch", "custom"),
     "norm_order": ("norm_then_mask", "mask_then_norm"),
     "positions": ("document", "window"),
-    "memory_activation": ("gelu_tanh", "silu"),
+    "memory_activation": ("gelu_tanh", "silu", "swiglu"),
     "read": ("post", "pre"),
     "decay_target": ("zero", "init"),
     "titans_variant": tuple(titans_forms),
@@ -78,8 +78,8 @@ class ProteusConfig(PreTrainedConfig):
         positions: a token's position counts in its "document" (packed training gives boundaries), or in the "window" as a whole.
         window: tokens attention sees, itself included; None for all, and 512 with titans_variant mag and mal.
         swla_window: c, pairs that a token of sliding-window linear attention writes.
-        memory_depth, memory_expansion, memory_activation: matrices of Titans' memory, its hidden width in head_dim, the function
-            between (gelu_tanh | silu).
+        memory_depth, memory_expansion, memory_activation: layers of Titans' memory, its hidden width in head_dim, the function
+            between (gelu_tanh | silu | swiglu; with swiglu a hidden layer has two matrices).
         memory_residual_norm: Titans' memory is x + LN(MLP(x)); the norm's gain and bias are learned, but not written by tokens.
         chunk_size: tokens whose gradients are taken at the same weights (Titans' inner chunk; part of the model).
         read: of the memory with ("post") or without ("pre", Proteus eq 11 to the letter) the token's own write.

@@ -89,6 +89,7 @@ def self_check(device: str, dtype: torch.dtype = torch.float32, *, seed: int = 0
         tensors = tuple(t for x in inputs.values() for t in (x if isinstance(x, tuple) else (x,)))
         titans = operation == "titans_memory"
         refused = deep.refusals(tensors[:6], inputs["weights"], keywords["chunk"]) if titans else None
+        tensors = tuple(x.detach().requires_grad_() for x in tensors)  # the check wants gradients, which some backends refuse
         choice = backend.explain(operation, *tensors, refused=refused)
         worst, error, message = "", None, ""
         try:
@@ -96,7 +97,16 @@ def self_check(device: str, dtype: torch.dtype = torch.float32, *, seed: int = 0
         except Exception as raised:  # any failure of a kernel is the finding itself
             message = f"{type(raised).__name__}: {' '.join(str(raised).split())}"
         name = str(dtype).removeprefix("torch.")
-        yield Check(operation, device, name, choice.backend, choice.reason, worst, error, TOLERANCE[dtype], message)
+        reason = "; ".join([choice.reason, *_behind(backend.verdicts(operation, *tensors, refused=refused), choice.backend)])
+        yield Check(operation, device, name, choice.backend, reason, worst, error, TOLERANCE[dtype], message)
+
+
+def _behind(verdicts: dict[str, str | None], chosen: str) -> Iterator[str]:
+    """What stands behind the backend chosen, of those with kernels: the others run everywhere."""
+    names = list(verdicts)
+    for name in names[names.index(chosen) + 1 : names.index("chunk")]:
+        refusal = verdicts[name]
+        yield f"then {name}" if refusal is None else f"not {name}: {refusal}"
 
 
 def doctor(write: Callable[[str], Any] = print) -> int:

@@ -85,12 +85,15 @@ class GatedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def mask_gradients(self) -> None:
         """Set the gradients of locked coordinates to zero, in place, for the step to come."""
-        for group in self.param_groups:
+        locked = []
+        for group in self.param_groups if self.masks else ():
             for p in group["params"]:
                 if p.grad is not None:
                     dim, width = self._open(group, p)
                     if width is not None and width < p.shape[dim]:
-                        p.grad.narrow(dim, width, p.shape[dim] - width).zero_()
+                        locked.append(p.grad.narrow(dim, width, p.shape[dim] - width))
+        if locked:
+            torch._foreach_zero_(locked)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -122,9 +125,12 @@ class GatedAdamW(torch.optim.Optimizer):
         self._decay(group, params)
         roots = torch._foreach_sqrt(second)
         plain, steps, divisors = [], [], []
+        blocked, factors, terms = [], [], []  # where the correction differs from block to block
         for root, (a, b) in zip(roots, self._corrections(group, params)):
-            if isinstance(a, Tensor) and isinstance(b, Tensor):  # it differs from block to block
-                root.mul_(a).add_(b)  # on a CPU four times as fast as addcmul, whose two broadcast arguments stop vectorisation
+            if isinstance(a, Tensor) and isinstance(b, Tensor):
+                blocked.append(root)
+                factors.append(a)
+                terms.append(b)
                 steps.append(-group["lr"])
             else:
                 plain.append(root)
@@ -133,6 +139,9 @@ class GatedAdamW(torch.optim.Optimizer):
         if plain:
             torch._foreach_div_(plain, divisors)
             torch._foreach_add_(plain, group["eps"])
+        if blocked:  # two passes: on a CPU four times as fast as addcmul, whose two broadcast arguments stop vectorisation
+            torch._foreach_mul_(blocked, factors)
+            torch._foreach_add_(blocked, terms)
         torch._foreach_addcdiv_(params, first, roots, steps)
 
     def _due(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -163,15 +172,16 @@ class GatedAdamW(torch.optim.Optimizer):
         """Shrink what decays: of a gated parameter the open coordinates."""
         if not group["weight_decay"]:
             return
-        factor, whole = 1 - group["lr"] * group["weight_decay"], []
+        factor, whole, parts = 1 - group["lr"] * group["weight_decay"], [], []
         for p in params:
             dim, width = self._open(group, p) if not self.decay_locked else (0, None)
             if width is None or width == p.shape[dim]:
                 whole.append(p)
             else:
-                p.narrow(dim, 0, width).mul_(factor)
-        if whole:
-            torch._foreach_mul_(whole, factor)
+                parts.append(p.narrow(dim, 0, width))
+        for tensors in (whole, parts):
+            if tensors:
+                torch._foreach_mul_(tensors, factor)
 
     def _open(self, group: dict[str, Any], p: Tensor) -> tuple[int, int | None]:
         """The gated dimension of a parameter and its open length; None where nothing is gated."""
@@ -188,7 +198,7 @@ class GatedAdamW(torch.optim.Optimizer):
         for p in params:
             period = self.periods.get(p, 1)
             gate = self.masks.get(p) if self.bias_correction == "block" else None
-            key = (period, gate, gate and (p.shape[gate[0]], p.dim(), p.device, p.dtype))
+            key = (period, gate, gate and (p.shape, p.device, p.dtype))
             if key not in known:
                 known[key] = self._correction(group, period, gate, p)
             yield known[key]
@@ -208,8 +218,10 @@ class GatedAdamW(torch.optim.Optimizer):
         values = torch.tensor([[x / y for x, y in both], [x * group["eps"] for x, _ in both]], dtype=torch.float64)
         shape = [1] * p.dim()
         shape[dim] = -1
-        a, b = values.repeat_interleave(sizes, 1).to(p.device, p.dtype).unbind()
-        return a.view(shape), b.view(shape)
+        a, b = (t.view(shape) for t in values.repeat_interleave(sizes, 1).to(p.device, p.dtype).unbind())
+        if p.is_cuda:  # of the parameter's own layout, so that one kernel takes many parameters
+            a, b = (torch.empty_like(p).copy_(t) for t in (a, b))
+        return a, b
 
 
 @lru_cache(maxsize=1024)

@@ -82,14 +82,6 @@ class TokenSequence:
         """Open coordinates at the one token of a decoding step, int64 (N,); None for one block. By tensors alone."""
         return None if self.schedule.blocks == 1 else self.schedule.active(dim, self._step_position)
 
-    def visible(self, dim: int) -> Tensor | None:
-        """Which coordinates are open at each token, bool (N or 1, T, dim); None for one block."""
-        if self.schedule.blocks == 1:
-            return None
-        if self.is_step:
-            return torch.arange(dim, device=self.device) < self.schedule.active(dim, self._step_position)[:, None, None]
-        return self._activation(dim).mask()
-
     @property
     def positions(self) -> Tensor:
         """Position of each token in its document: int64 (N, T), or (1, T) where rows agree or documents are packed."""

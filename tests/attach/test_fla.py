@@ -312,10 +312,13 @@ def test_a_class_of_the_same_name_elsewhere_is_not_taken_for_flas():
 
 
 @pytest.fixture
-def kernels():
+def kernels(monkeypatch):
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     if not torch.cuda.is_available():
         pytest.skip("its kernels need a CUDA device")
+    # With Triton 3.4 to 3.7.0 on Hopper fla refuses its gated backward. What is compared here says whether it was right.
+    guarded = importlib.import_module("fla.ops.common.chunk_o")
+    monkeypatch.setattr(guarded, "TRITON_ABOVE_3_7_1", True, raising=False)
 
 
 def rounded(got, want):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from proteus_lm.data.tokenizer import byte_tokenizer
+from proteus_lm.evals.long_context import tokenizer_hash
 
 ESSAY = " ".join(
     f"The {place} lay quiet in the {time}. Nobody of the {people} knew why, and few had asked. "
@@ -58,6 +59,10 @@ class Says:
         self.name, self.truncated, self.allow_truncation = "says", 0, False
         self.prompts: list[list[int]] = []
         self.asked: list[tuple[int, tuple[str, ...]]] = []
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return tokenizer_hash(self.tokenizer)
 
     def generate(self, prompts, *, max_new_tokens, stop=()):
         texts = []

@@ -63,7 +63,33 @@ def random_model(kind: str):
     return made.eval()
 
 
-@pytest.fixture(scope="module", params=["llama", "neox", "ours"])
+def trained_model(mixer: str, files: Path):
+    """A small model of ours, with its convolution and four blocks of memory, after 40 steps on bytes of essays."""
+    torch.manual_seed(0)
+    config = ProteusConfig(mixer=mixer, hidden_size=64, num_heads=2, memory_blocks=4, memory_context=64, conv_size=4)
+    made = ProteusForCausalLM(config)
+    with gzip.open(files / "public_domain_essays.jsonl.gz", "rt", encoding="utf-8") as file:
+        text = torch.tensor(list(json.loads(file.readline())["text"].encode()[:40_960])).view(40, 8, 128)
+    optimizer, losses = torch.optim.AdamW(made.parameters(), lr=5e-3), []
+    for rows in text:
+        loss = made(input_ids=rows, labels=rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    # All bytes alike give ln 257 = 5.5; letters by their frequency, the least that can be learnt, some 3.1.
+    assert losses[0] > 5.4
+    assert sum(losses[-5:]) / 5 < 3.2, f"{mixer} has learnt nothing: {losses}"
+    return made.eval()
+
+
+TRAINED = {"trained comba": "comba", "trained titans": "titans"}
+OURS = ("ours", *TRAINED)
+
+
+@pytest.fixture(
+    scope="module", params=["llama", "neox", "ours", "trained comba", pytest.param("trained titans", marks=pytest.mark.slow)]
+)
 def both(request, files, bytes_of, shared, tmp_path_factory):
     """For one model: our results, and the harness's with its own Hugging Face model and its own reader of JSON files."""
     pytest.importorskip("accelerate", reason="the harness's own Hugging Face model needs accelerate")
@@ -82,11 +108,11 @@ def both(request, files, bytes_of, shared, tmp_path_factory):
         rows = task.rows(task.find(files))[:LIMIT]
         rows = [{**row, "page": row["page"][:3000]} if "page" in row else row for row in rows]
         (folder / f"{task.file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    net = random_model(request.param)
+    net = trained_model(TRAINED[request.param], files) if request.param in TRAINED else random_model(request.param)
     lm = LanguageModel(net, tokenizer, batch_size=3, chunk=100, name=request.param)
     ours = table1(lm, SuiteOptions(data=folder, allow_truncation=True))
 
-    other = HFLM(pretrained=net, tokenizer=tokenizer, batch_size=2, max_length=None if request.param != "ours" else 10**6)
+    other = HFLM(pretrained=net, tokenizer=tokenizer, batch_size=2, max_length=10**6 if request.param in OURS else None)
     members, folders = [], [str(Path(lm_eval.tasks.__file__).parent / task.folder) for task in TASKS]
     for task in TASKS:
         splits = {f"{name}_split": task.split if name == task.split else None for name in ("training", "validation", "test")}
@@ -261,6 +287,49 @@ def test_the_limit_takes_the_first_samples_and_the_error_is_that_of_their_mean(t
     assert score.stderr == pytest.approx(100 * math.sqrt(0.75 * 0.25 / 3))
     assert result.extra["samples"] == {"piqa": {"acc": [0, 1, 1, 1]}}
     assert len(stub.seen) == 8
+
+
+def test_no_text_is_encoded_and_no_template_compiled_twice(tmp_path, bytes_of, monkeypatch):
+    """One by one and anew for each choice took the harness more time than a small model takes on a GPU."""
+    import jinja2
+    from lm_eval import utils
+
+    compiled, real = [], jinja2.Environment.from_string
+    monkeypatch.setattr(jinja2.Environment, "from_string", lambda env, text, *rest: compiled.append(text) or real(env, text, *rest))
+    monkeypatch.setattr(bytes_of, "encode", lambda text, **options: pytest.fail(f"{text!r} is encoded alone"))
+    stub = Stub(bytes_of, True)
+    result = table1(stub, SuiteOptions(data=write(tmp_path, made_rows(12)), tasks=("piqa", "arc_easy", "boolq", "social_iqa")))
+    assert {score.value for score in result.scores} == {100}
+    assert len(compiled) < 12 + 4 * 6  # once for each of a task's few templates, and as often as the harness looks before the run
+    assert "from_string" not in vars(utils.env), "the harness is left as it was"
+
+
+def test_texts_encoded_together_are_those_of_the_harness_one_by_one(bytes_of):
+    """Spaces at the end of a context go to the continuation; a text that begins with the prefix token is not given it twice."""
+    from lm_eval.api.instance import Instance
+
+    from proteus_lm.evals.harness.adapter import HarnessModel
+
+    class Records(Stub):
+        def loglikelihoods(self, pairs):
+            self.seen = pairs
+            return [(0.0, True)] * len(pairs)
+
+    prefix = bytes_of.eos_token
+    pairs = [
+        ("a question ", "an answer"),
+        ("", "alone"),
+        (prefix + "begun", " rest"),
+        ("two  \n", " x"),
+        ("same", " y"),
+        ("same", " z"),
+    ]
+    stub = Records(bytes_of, True)
+    HarnessModel(stub).loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    ids = lambda text: list(bytes_of.encode(text))  # noqa: E731
+    wanted = [(ids("a question"), ids(" an answer")), (ids(prefix), ids("alone")), (ids(prefix + "begun"), ids(" rest"))]
+    wanted += [(ids("two"), ids("  \n x")), (ids("same"), ids(" y")), (ids("same"), ids(" z"))]
+    assert stub.seen == wanted
 
 
 def test_nothing_is_printed(tmp_path, bytes_of, capfd):

@@ -303,6 +303,14 @@ def test_sizes_below_one_are_refused(options, words, tokenizer):
         LanguageModel(model("retnet"), tokenizer, **options)
 
 
+def test_a_gpu_reads_many_rows_of_a_memory_that_does_not_grow(tokenizer, monkeypatch):
+    sizes = {}
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(LanguageModel, "device", property(lambda self, name=device: torch.device(name)))
+        sizes[device] = [LanguageModel(ours(kind), tokenizer).batch_size for kind in ("retnet", "comba", "attention")]
+    assert sizes == {"cpu": [8, 8, 8], "cuda": [128, 128, 8]}
+
+
 def test_logits_that_are_not_numbers_are_an_error(tokenizer):
     broken = ours("retnet")
     with torch.no_grad():

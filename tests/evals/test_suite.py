@@ -186,3 +186,28 @@ def test_behind_a_proxy_the_request_itself_must_tell(free):
 def test_the_user_can_forbid_the_hub(free):
     with pytest.raises(MissingData, match="offline was asked for"):
         require_hub("the list", "Give a file.", offline=True)
+
+
+@pytest.mark.slow
+@pytest.mark.shared
+def test_all_suites_run_on_a_small_model_from_local_files(shared, tmp_path, capsys):
+    """The command of the manual, end to end: what cannot be run for want of data says so, and everything else has a score."""
+    pytest.importorskip("lm_eval", reason="needs the extra `eval`")
+    from proteus_lm import ProteusConfig, ProteusForCausalLM
+    from proteus_lm.cli import main
+    from proteus_lm.data.tokenizer import byte_tokenizer
+
+    model = ProteusForCausalLM(ProteusConfig(mixer="comba", hidden_size=32, num_heads=2, num_hidden_layers=1, memory_blocks=4))
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save(tmp_path / "model")
+    options = ["--limit", "2", "--samples", "2", "--lengths", "2K", "4K", "--offline", "--data", f"{shared}/data/eval"]
+    assert main(["eval", f"{tmp_path}/model", "--suite", "all", *options]) == 0
+    assert "not run: " in capsys.readouterr().out  # SWDE and the paper's LongBench sets, which are not among the files
+    folder = tmp_path / "model" / "evals"
+    assert sorted(path.stem for path in folder.iterdir()) == sorted(SUITES)
+    for name in SUITES:
+        result = SuiteResult.load(folder / f"{name}.json")
+        assert all("--data DIR" in score.note for score in result.scores if score.value is None), name
+        assert any(score.value is not None for score in result.scores), name
+        assert not any(score.truncated for score in result.scores), name
+        assert result.extra["provenance"]["unlock_positions"] == [0, 2048, 4096, 6144]

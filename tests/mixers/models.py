@@ -32,7 +32,7 @@ def cases() -> list[Any]:
     """Every mixer x {one block, four blocks along each axis it has}, read before the write, with a window; Hope-Attention.
 
     The forms of Titans without persistent tokens and one block, and with both; two of them clipped, and decaying to their start;
-    one that is residual with a norm.
+    one that is residual with a norm; gated memories.
     """
     found = {}
     for name, mixer in registry.items():
@@ -54,6 +54,9 @@ def cases() -> list[Any]:
     update = {"surprise_clip": 0.3, "decay_target": "init"}
     for form in ("lmm", "mac"):
         found[f"titans-{form}-clip-init-E4"] = options("titans", titans_variant=form, **update, **scheduled)
+    for form, depth in (("lmm", 3), ("mac", 2), ("mag", 2)):
+        gated = {"memory_activation": "swiglu", "memory_depth": depth}
+        found[f"titans-{form}-swiglu-depth{depth}-E4"] = options("titans", titans_variant=form, **gated, **scheduled)
     found["titans-mac-norm-E4"] = options("titans", titans_variant="mac", memory_residual_norm=True, **scheduled)
     found["attention-chain"] = options("attention", channel="chain", chain_periods=[1, 3])
     return [pytest.param(fields, id=name) for name, fields in found.items()]

@@ -30,10 +30,21 @@ CASES |= {
     "mac-norm-init-E4": {"titans_variant": "mac", "memory_residual_norm": True, "decay_target": "init", **SCHEDULED},
     "mac-init-E4": {"titans_variant": "mac", "decay_target": "init", **SCHEDULED},
     "lmm-ttt": {"use_momentum": False, "use_forgetting": False},
+    "lmm-swiglu-E4": {"memory_activation": "swiglu", **SCHEDULED},
+    "lmm-swiglu-depth3-norm-init-E4": {
+        "memory_activation": "swiglu",
+        "memory_depth": 3,
+        "memory_residual_norm": True,
+        "decay_target": "init",
+        **SCHEDULED,
+    },
+    "mac-swiglu-E4": {"titans_variant": "mac", "memory_activation": "swiglu", **SCHEDULED},
+    "mal-swiglu-E4": {"titans_variant": "mal", "memory_activation": "swiglu", **SCHEDULED},
 }
 WHOLE, PIECES = [LENGTH], [5, 1, 8]
 RUNS = [pytest.param(fields, WHOLE, id=name) for name, fields in CASES.items()]
 RUNS += [pytest.param(CASES[f"{form}-E4"], PIECES, id=f"{form}-E4-in pieces") for form in titans_forms]
+RUNS += [pytest.param(CASES["lmm-swiglu-E4"], PIECES, id="lmm-swiglu-E4-in pieces")]
 
 
 @pytest.mark.parametrize(("changes", "pieces"), RUNS)

@@ -29,9 +29,14 @@ def by_hand(mixer, x, config):
     )
 
     def memory(weights, x):
-        z = x
-        for i, w in enumerate(weights):
-            z = z @ w if i == len(weights) - 1 else act(z @ w)
+        z, (*hidden, last) = x, weights
+        if config.memory_activation == "swiglu":
+            for gate, value in zip(hidden[::2], hidden[1::2], strict=True):
+                z = torch.nn.functional.silu(z @ gate) * (z @ value)
+        else:
+            for w in hidden:
+                z = act(z @ w)
+        z = z @ last
         if not config.memory_residual_norm:
             return z
         return x + torch.nn.functional.layer_norm(z, z.shape[-1:], mixer.gain[head], mixer.bias[head], eps=1e-6)
@@ -68,6 +73,10 @@ def by_hand(mixer, x, config):
         {"memory_depth": 1, "memory_expansion": 4},
         {"read": "pre"},
         {"memory_activation": "silu"},
+        {"memory_activation": "swiglu"},
+        {"memory_activation": "swiglu", "memory_depth": 4, "read": "pre"},
+        {"memory_activation": "swiglu", "use_momentum": False, "use_forgetting": False},
+        {"memory_activation": "swiglu", "memory_residual_norm": True, "surprise_clip": 0.7, "decay_target": "init"},
         {"use_momentum": False},
         {"use_forgetting": False},
         {"decay_target": "init"},
@@ -95,23 +104,23 @@ def test_the_memory_learns_by_gradient_descent(changes):
             assert_near(y, wanted[:, t : t + 1])
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("depth", "function"), [(1, "gelu_tanh"), (2, "gelu_tanh"), (3, "gelu_tanh"), (2, "swiglu"), (3, "swiglu")]
+)
 @pytest.mark.parametrize("planted", [1e30, float("nan")])
-def test_locked_units_of_the_first_memory_keep_their_bits_and_reach_nothing(depth, planted):
-    fields = options("titans", memory_depth=depth, memory_blocks=4, memory_context=CONTEXT)
+def test_locked_units_of_the_first_memory_keep_their_bits_and_reach_nothing(depth, function, planted):
+    fields = options("titans", memory_depth=depth, memory_activation=function, memory_blocks=4, memory_context=CONTEXT)
     if depth == 1:
         del fields["memory_expansion"]
     model, ids = make(fields), tokens(2, 6)  # the second block opens at position 6
     results = []
     for value in (None, planted):
-        locked = []
         for layer in model.layers:
             mixer = layer.mixer
-            for i, w in enumerate(mixer.initial):
+            for place, w in zip(mixer.places, mixer.initial, strict=True):
                 first_unit = slice(mixer.units // 4, None)
-                rows, columns = i > 0 or depth == 1, i < depth - 1
-                parts = ([w[:, first_unit]] if rows else []) + ([w[..., first_unit]] if columns else [])
-                locked += parts
+                parts = [w[:, first_unit]] if place != "first" else []
+                parts += [w[..., first_unit]] if place != "last" else []
                 if value is not None:
                     with torch.no_grad():
                         for part in parts:
@@ -119,14 +128,15 @@ def test_locked_units_of_the_first_memory_keep_their_bits_and_reach_nothing(dept
         model.zero_grad()
         out = model(ids, labels=ids, use_cache=True)
         out.loss.backward()
-        weights = [w for state in out.past_key_values.states for w in state.memory.weights]
         step = model(ids[:, :1], past_key_values=model(ids[:, :5], use_cache=True).past_key_values).logits
         grads = [p.grad.clone() for p in model.parameters()]
         results.append([out.logits, out.loss, step, *grads])
-        bits = [w[:, :, mixer.units // 4 :] if depth == 1 else w[:, :, :, mixer.units // 4 :] for w in weights[:1]]
-        start = model.layers[0].mixer.initial[0]
-        kept = start[:, mixer.units // 4 :] if depth == 1 else start[:, :, mixer.units // 4 :]
-        assert all(torch.equal(b.nan_to_num(7.0), kept.expand_as(b).nan_to_num(7.0)) for b in bits)
+        for layer, state in zip(model.layers, out.past_key_values.states, strict=True):
+            mixer = layer.mixer
+            kept = slice(mixer.units // 4, None)
+            for place, now, start in zip(mixer.places, state.memory.weights, mixer.initial, strict=True):
+                now, start = (w[..., kept, :] if place == "last" else w[..., kept] for w in (now, start))
+                assert torch.equal(now.nan_to_num(7.0), start.expand_as(now).nan_to_num(7.0))
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
@@ -145,9 +155,11 @@ def test_step_sizes_stay_within_the_safe_bound_at_any_gate():
     assert_near(theta * 4 / (1 - eta), torch.full_like(eta, 0.25), 1e-6)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_the_memory_stays_bounded_over_equal_keys_and_gates_wide_open(depth):
-    fields = options("titans", memory_depth=depth, memory_expansion=4, chunk_size=64)
+@pytest.mark.parametrize(
+    ("depth", "function"), [(1, "gelu_tanh"), (2, "gelu_tanh"), (4, "gelu_tanh"), (2, "swiglu"), (3, "swiglu")]
+)
+def test_the_memory_stays_bounded_over_equal_keys_and_gates_wide_open(depth, function):
+    fields = options("titans", memory_depth=depth, memory_activation=function, memory_expansion=4, chunk_size=64)
     mixer, config = make(fields).layers[0].mixer, ProteusConfig(**fields)
     with torch.no_grad():
         mixer.theta.bias.fill_(20.0)
@@ -157,9 +169,13 @@ def test_the_memory_stays_bounded_over_equal_keys_and_gates_wide_open(depth):
         assert y.isfinite().all() and mixer.memory_norm(state, config.schedule).max() < 100
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_block_norms_add_up_to_the_norm_of_what_was_learned(depth):
-    fields = options("titans", memory_depth=depth, memory_expansion=4, memory_blocks=4, memory_context=4)
+@pytest.mark.parametrize(
+    ("depth", "function"), [(1, "gelu_tanh"), (2, "gelu_tanh"), (3, "gelu_tanh"), (2, "swiglu"), (3, "swiglu")]
+)
+def test_block_norms_add_up_to_the_norm_of_what_was_learned(depth, function):
+    fields = options(
+        "titans", memory_depth=depth, memory_activation=function, memory_expansion=4, memory_blocks=4, memory_context=4
+    )
     mixer, config = make(fields).layers[0].mixer, ProteusConfig(**fields)
     with torch.no_grad():
         _, state = mixer(inputs(length=8), TokenSequence(config.schedule, 2, 8), use_state=True)
@@ -180,3 +196,28 @@ def test_operations_are_those_of_the_table_of_spec_deep_2_5():
     assert memory(decay_target="init") == memory() + 2 * (2 * 64 * 256)  # one more read of both matrices
     share = (1 + 1 / 16) / 2
     assert memory(memory_blocks=16) == pytest.approx(22 * 64 * 256 * share + 4 * 64 * (64 + 256 * share))
+    # Gate and value take 10 dh each, W2 12; what each puts out has its own product with the mix, what they take in one similarity.
+    swiglu = {"memory_activation": "swiglu"}
+    assert memory(**swiglu) == 32 * 64 * 256 + 2 * 64 * (64 + 2 * 256 + 256 + 64)
+    assert memory(memory_blocks=16, **swiglu) == pytest.approx(32 * 64 * 256 * share + 2 * 64 * (2 * 64 + 3 * 256 * share))
+
+
+def test_a_gated_memory_starts_as_large_as_a_plain_one():
+    """What it answers to unit keys, and the curvature of the loss there, which bounds a safe step (spec/deep.md 6)."""
+    keys = torch.nn.functional.normalize(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), dim=-1).double()
+    silu, sizes = torch.nn.functional.silu, {}
+    for function in ("silu", "swiglu"):
+        fields = options("titans", hidden_size=64, num_heads=1, head_dim=64, memory_expansion=4, memory_activation=function)
+        weights = tuple(w.detach()[0] for w in make(fields).layers[0].mixer.initial)
+        answers, curvatures = [], []
+        for key in keys:
+
+            def answer(*weights, key=key, function=function):
+                return (silu(key @ weights[0]) * (key @ weights[1] if function == "swiglu" else 1)) @ weights[-1]
+
+            jacobian = torch.cat([j.flatten(1) for j in torch.autograd.functional.jacobian(answer, weights)], 1)
+            answers.append(answer(*weights).square().sum())
+            curvatures.append(torch.linalg.eigvalsh(jacobian @ jacobian.T)[-1])
+        sizes[function] = torch.stack(answers).mean(), torch.stack(curvatures).mean()
+    for plain, gated in zip(sizes["silu"], sizes["swiglu"], strict=True):
+        assert 0.5 < gated / plain < 2

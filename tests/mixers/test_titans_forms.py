@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from proteus_lm import ProteusConfig
-from proteus_lm.mixers import AttentionMixer, titans_forms
+from proteus_lm import ProteusConfig, ProteusForCausalLM
+from proteus_lm.mixers import AttentionMixer, titans_forms, titans_mac
 from proteus_lm.mixers.rotary import rotary_angles, rotate
 from proteus_lm.mixers.segment import segments
 from proteus_lm.sequence import TokenSequence
@@ -500,3 +500,28 @@ def test_a_model_loaded_in_bf16_keeps_its_persistent_tokens_in_fp32_and_decodes(
     # Weights and activations of two layers hold 8 bits, 4e-3 each; the wide weights of this test make the differences grow.
     assert_near(torch.cat(parts, 1).float(), whole.logits.float(), 5e-2)
     assert_near(whole.logits.float(), wanted, 1e-1)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_mac_under_compile_keeps_its_loop_and_gives_the_same_numbers(blocks, monkeypatch):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    pieces = titans_mac.Pieces(*(torch.compile(piece, backend=counter) for piece in titans_mac.EAGER))
+    monkeypatch.setattr(titans_mac, "_compiled", lambda: pieces)
+    torch.manual_seed(0)
+    fields = {"titans_variant": "mac", "segment_length": 16, "persistent_tokens": 2, "chunk_size": 8}
+    schedule = {"memory_blocks": blocks, "memory_context": 64}
+    config = ProteusConfig(vocab_size=40, hidden_size=16, num_heads=2, num_hidden_layers=2, mixer="titans", **fields, **schedule)
+    model = ProteusForCausalLM(config).double()
+    compiled, found, graphs = torch.compile(model, backend="aot_eager"), [], []
+    for run in (model, compiled):
+        for length in (48, 80):
+            graphs.append(counter.frame_count)
+            ids = torch.randint(0, 40, (2, length), generator=torch.Generator().manual_seed(length))
+            loss = run(ids, labels=ids).loss
+            found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for eager, other in zip(found[:2], found[2:]):
+        for a, b in zip(eager, other):
+            assert_near(a, b)
+    assert 0 < graphs[-1] == counter.frame_count, f"{graphs[-1]} graphs for three segments, {counter.frame_count} with five more"

@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 
 from proteus_lm import ActivationSchedule
 from proteus_lm.ops import TitansState
+from proteus_lm.ops.memory_activations import memory_function, places
 
 HEAD, HIDDEN, VALUE, HEADS = 6, 13, 5, 2  # no multiple of anything
 
@@ -42,8 +43,9 @@ def make(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     grad: bool = False,
+    function: str = "gelu_tanh",
 ) -> Case:
-    """Unit q and k, gates from near 0 to strong."""
+    """Unit q and k, gates from near 0 to strong; the matrices that a memory with this function has."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -53,14 +55,28 @@ def make(
         return high * torch.rand(batch, tokens, heads, generator=generator, dtype=torch.float64)
 
     rows = batch if rows is None else rows
-    sides = [HEAD, *[HIDDEN] * (depth - 1), value]
-    shapes = [(heads, a, b) for a, b in zip(sides, sides[1:])]
+    sides, arity = [HEAD, *[HIDDEN] * (depth - 1), value], memory_function(function).arity
+    *hidden, last = [(heads, a, b) for a, b in zip(sides, sides[1:])]
+    shapes = [*(shape for shape in hidden for _ in range(arity)), last]
     q, k = (normalize(normal(batch, tokens, heads, HEAD), dim=-1) for _ in range(2))
     inputs = [q, k, 0.5 * normal(batch, tokens, heads, value), uniform(0.3), uniform(0.3), uniform(0.8)]
     weights = [normal(*shape) * shape[1] ** -0.5 for shape in shapes]
     state = [normal(rows, *shape) * shape[1] ** -0.5 for shape in shapes], [0.05 * normal(rows, *shape) for shape in shapes]
     made: list[Any] = [[t.to(dtype).requires_grad_(grad) for t in part] for part in (inputs, weights, *state)]
     return Case(made[0], made[1], (made[2], made[3]))
+
+
+def locked(case: Case, width: int, function: str = "gelu_tanh") -> list[Tensor]:
+    """Entries outside the first `width` units of each matrix of a case, bool (in, out)."""
+    masks = []
+    for place, weight in zip(places(len(case.weights), memory_function(function).arity), case.weights, strict=True):
+        mask = torch.zeros(weight.shape[1:], dtype=torch.bool)
+        if place != "first":
+            mask[width:] = True
+        if place != "last":
+            mask[:, width:] = True
+        masks.append(mask)
+    return masks
 
 
 def schedule(blocks: int, context: int) -> ActivationSchedule:

@@ -23,6 +23,7 @@ from tests.ops.deep_cases import (
     bits,
     floats,
     gradients,
+    locked,
     make,
     schedule,
     with_floats,
@@ -274,25 +275,11 @@ def test_one_block_equals_no_schedule_bit_for_bit(depth):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def locked(depth: int, width: int) -> list[Tensor]:
-    """Entries outside the first `width` units of each layer's matrix, (in, out)."""
-    case = make(1, 1, depth=depth)
-    masks = []
-    for layer, weight in enumerate(case.weights):
-        mask = torch.zeros(weight.shape[1:], dtype=torch.bool)
-        if layer or depth == 1:
-            mask[width:] = True
-        if layer < depth - 1:
-            mask[:, width:] = True
-        masks.append(mask)
-    return masks
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_locked_units_keep_their_bits_and_their_nan_to_themselves(depth):
     case = make(2, 17, depth=depth)
     activation = schedule(3, 27).activation(case.units, 17)  # two of three blocks open
-    masks = locked(depth, 2 * (case.units // 3))
+    masks = locked(case, 2 * (case.units // 3))
     for part in case.state:
         for tensor, mask in zip(part, masks):
             tensor[:, :, mask] = torch.tensor([float("nan"), -0.0]).repeat(1000)[: int(mask.sum())].double()
@@ -315,13 +302,13 @@ def test_a_unit_locked_to_one_row_and_open_to_another_keeps_its_nan_to_itself():
     width = HIDDEN // 3
     activation = schedule(3, 30).activation(HIDDEN, 6, offset=[0, 8])  # the second row's second block opens at its token 2
     for part in case.state:
-        for tensor, mask in zip(part, locked(2, width)):
+        for tensor, mask in zip(part, locked(case, width)):
             tensor[0, :, mask] = float("nan")
     leaves = [t.requires_grad_() for t in (*case.tokens, *case.state[0], *case.state[1])]
     options = {"chunk": 4, "activation": activation, "output_final_state": True}
     y, state = titans_memory(*case.tokens, case.weights, initial_state=case.state, **options)
     assert y.isfinite().all()
-    for before, after, mask in zip(case.state[0], state.weights, locked(2, width)):
+    for before, after, mask in zip(case.state[0], state.weights, locked(case, width)):
         assert torch.equal(bits(before[0, :, mask]), bits(after[0, :, mask]))
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), leaves))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -139,71 +137,3 @@ def test_options_and_states_of_another_kind_are_refused():
         titans_step(*now, state, memory_activation="relu")
     with pytest.raises(ValueError, match="it must be the TitansState"):
         titans_step(*now, case.state)
-
-
-interpreted = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
-    reason="needs triton's interpreter: triton, and no GPU",
-)
-
-
-def kernel_case(read, depth, blocks, context, dtype=torch.float32):
-    """Tokens, weights and a schedule small enough for the interpreter, of sizes that the kernel takes."""
-    torch.manual_seed(depth)
-    rows, length, heads, dim, hidden = 2, 21, 1, 32, 48 if depth == 2 else 32
-    q, k, v = (torch.nn.functional.normalize(torch.randn(rows, length, heads, dim), dim=-1) for _ in range(3))
-    theta, alpha, eta = (torch.rand(rows, length, heads) * s for s in (0.05, 0.1, 0.9))
-    sides = [dim, *[hidden] * (depth - 1), dim]
-    weights = [torch.randn(heads, a, b) / a**0.5 for a, b in zip(sides, sides[1:])]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokens = [t.to(device, dtype) for t in (q, k, v)] + [t.to(device) for t in (theta, alpha, eta)]
-    return tokens, [w.to(device) for w in weights], schedule(blocks, context), hidden
-
-
-@interpreted
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize(
-    ("read", "depth", "blocks", "context"), [("post", 1, 4, 24), ("post", 2, 1, 1), ("post", 2, 4, 24), ("pre", 2, 4, 24)]
-)
-def test_the_kernel_steps_as_pytorch_does(read, depth, blocks, context, inplace):
-    tokens, weights, plan, units = kernel_case(read, depth, blocks, context)
-    device, offsets = tokens[0].device, torch.tensor([0, 5])
-    with torch.no_grad():
-        _, state = titans_memory(
-            *[t[:, :1] for t in tokens], weights, chunk=16, read=read, output_final_state=True,
-            activation=plan.activation(units, 1, offset=offsets, device=device),
-        )  # fmt: skip
-        contiguous = map_tensors(lambda t: t.contiguous(), state)
-        mine = map_tensors(torch.clone, contiguous)
-        for token in range(1, 21):  # over a boundary in each row, and unlocks inside a chunk
-            now = [t[:, token] for t in tokens]
-            active = None if blocks == 1 else plan.active(units, state.position)
-            right, state = titans_step(*now, state, active=active, read=read, backend="chunk")
-            before = map_tensors(torch.clone, mine)
-            given = mine
-            y, mine = titans_step(*now, mine, active=active, read=read, backend="triton", inplace=inplace)
-            torch.testing.assert_close(y, right, rtol=1e-4, atol=1e-5)
-            assert_same_state(mine, state, 1e-5)
-            if not inplace:
-                assert_same_state(given, before, 0)
-
-
-@interpreted
-@pytest.mark.parametrize("inplace", [False, True])
-def test_the_kernel_leaves_locked_units_their_bits(inplace):
-    tokens, weights, plan, units = kernel_case("post", 2, 4, 4000)
-    _, state = titans_memory(*[t[:, :1] for t in tokens], weights, chunk=16, output_final_state=True)
-    mine = map_tensors(lambda t: t.clone(memory_format=torch.contiguous_format), state)
-    width = units // 4
-    for part in (mine.weights, mine.momentum):
-        part[0][..., width:] = float("nan")
-        part[1][..., width:, :] = -0.0
-    before = map_tensors(torch.clone, mine)
-    for token in range(1, 18):
-        active = plan.active(units, mine.position)
-        y, mine = titans_step(*[t[:, token] for t in tokens], mine, active=active, backend="triton", inplace=inplace)
-        assert y.isfinite().all()
-    for part, old in zip((mine.weights, mine.momentum), (before.weights, before.momentum)):
-        assert torch.equal(bits(part[0][..., width:]), bits(old[0][..., width:]))
-        assert torch.equal(bits(part[1][..., width:, :]), bits(old[1][..., width:, :]))
-        assert not torch.equal(part[1][..., :width, :], old[1][..., :width, :])

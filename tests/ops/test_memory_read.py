@@ -104,7 +104,7 @@ def test_surprise_is_the_norm_of_the_inner_gradients_of_the_open_chunk(depth, me
     for row, count in ((0, 2), (1, 0)):  # positions 5, 6 are open in row 0; row 1 ends at 10, a boundary
         norms = []
         for i in range(count):
-            masks = reference._layer_masks(state.active[row : row + 1, i], state.weights)
+            masks = reference._layer_masks(state.active[row : row + 1, i], state.weights, memory_activation)
             opened = [torch.where(m, w[row : row + 1], 0.0) for m, w in zip(masks, state.weights)]
             parts = reference.inner_gradient(opened, state.k[row : row + 1, i], state.v[row : row + 1, i], memory_activation)
             kept = [torch.where(m, p, 0.0).square().sum((-1, -2)) for m, p in zip(masks, parts)]

@@ -54,17 +54,32 @@ def test_every_operation_has_vectors(shared):
     assert {r["rule"] for r in ROWS} == set(vectors.OPERATIONS)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("function", ["gelu_tanh", "silu"])
+@pytest.mark.parametrize(
+    ("depth", "function"), [*((d, f) for d in (1, 2, 3) for f in ("gelu_tanh", "silu")), *((d, "swiglu") for d in (2, 3, 4))]
+)
 def test_inner_gradient_equals_autograd(depth, function):
     torch.manual_seed(depth)
-    sizes = [5, *[7] * (depth - 1), 4]
-    weights = [torch.randn(2, 3, a, b, dtype=torch.float64, requires_grad=True) for a, b in zip(sizes, sizes[1:])]
+    sizes, arity = [5, *[7] * (depth - 1), 4], 2 if function == "swiglu" else 1
+    *hidden, last = zip(sizes, sizes[1:])
+    shapes = [*(shape for shape in hidden for _ in range(arity)), last]
+    weights = [torch.randn(2, 3, a, b, dtype=torch.float64, requires_grad=True) for a, b in shapes]
     k, v = torch.randn(2, 3, 5, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
     loss = 0.5 * (reference._apply(weights, k, function)[0] - v).square().sum()
     right = torch.autograd.grad(loss, weights)
     for ours, theirs in zip(reference.inner_gradient(weights, k, v, function), right):
         assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_a_gated_memory_is_silu_of_the_gate_times_the_value():
+    torch.manual_seed(0)
+    shapes = [(5, 7), (5, 7), (7, 6), (7, 6), (6, 4)]
+    a, b, c, d, e = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    x = torch.randn(5, dtype=torch.float64)
+    silu = torch.nn.functional.silu
+    hidden = silu(x @ a) * (x @ b)
+    for weights, right in (([a, b, c], hidden @ c), ([a, b, c, d, e], (silu(hidden @ c) * (hidden @ d)) @ e)):
+        got, _, _ = reference._apply([w[None, None] for w in weights], x[None, None], "swiglu")
+        torch.testing.assert_close(got[0, 0], right, rtol=0, atol=1e-12)
 
 
 def test_titans_oracle_continues_from_its_own_state():

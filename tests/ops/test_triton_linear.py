@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from proteus_lm.ops import triton as kernels
+from proteus_lm.ops.triton.plan import build
 from tests.ops.triton_linear_cases import CASES, STEPS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed")
@@ -46,6 +47,14 @@ def test_outputs_states_and_all_gradients_agree_with_the_oracle(name, measured):
 @pytest.mark.parametrize("name", STEPS)
 def test_a_decoding_step_agrees_and_leaves_locked_coordinates_alone(name, measured):
     assert {k: e for k, e in measured[name].items() if not e < 1e-5} == {}
+
+
+def test_chunks_end_at_unlocks_and_documents_and_know_what_opens_behind_them():
+    active = torch.tensor([4] * 3 + [8] * 4 + [4] * 2)
+    plan = build(torch.tensor([0, 7, 9]), active, 9, 16, 2, rows=9)
+    first_tokens_open_document_next = plan.chunks[:5].tolist()
+    assert first_tokens_open_document_next == [[0, 2, 4, 0, 4], [2, 1, 4, 0, 8], [3, 2, 8, 0, 8], [5, 2, 8, 0, 0], [7, 2, 4, 1, 0]]
+    assert not plan.chunks[5:, 1].any() and not plan.chunks[5:, 4].any()
 
 
 def test_refusals_name_their_reason():

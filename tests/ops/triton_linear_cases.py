@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from proteus_lm import ActivationSchedule
+from proteus_lm.ops.state import SWLAState
 
 NAMES = {
     "retention": "q k v g",
@@ -61,12 +62,31 @@ SHAPES: dict[str, dict[str, Any]] = {
     "strength zero": {"size": (1, 20, 1, 16, 16), "strength": 0.0},
     "half precision": {"size": (1, 100, 1, 32, 32), "blocks": 4, "context": 96, "axis": "key", "dtype": "float16"},
 }
-CASES = {f"{rule}: {name}": {"rule": rule, **case} for rule in NAMES for name, case in SHAPES.items()}
-STEPS = {
-    f"{rule} step, {axis}": {"rule": rule, "axis": axis}
-    for rule in ("retention", "delta_rule", "gated_delta_rule", "comba")
-    for axis in ("key", "value", "all")
+# What only the window of sliding-window attention can get wrong: pairs across an unlock, chunk or document.
+WINDOWS: dict[str, dict[str, Any]] = {
+    "unlock at every token, keys": {"size": (1, 20, 2, 80, 16), "blocks": 20, "context": 20, "axis": "key", "initial": True},
+    "unlock at every token, values": {"size": (1, 20, 2, 16, 80), "blocks": 20, "context": 20, "axis": "value", "initial": True},
+    "carried past two value tiles": {
+        "size": (1, 100, 1, 16, 130),
+        "blocks": 5,
+        "context": 90,
+        "axis": "value",
+        "initial": True,
+        "decay": 50.0,
+    },
+    "carried past both key tiles": {"size": (1, 100, 1, 48, 16), "blocks": 3, "context": 90, "axis": "key", "initial": True},
+    "documents of one token": {
+        "size": (1, 70, 1, 16, 16),
+        "blocks": 4,
+        "context": 60,
+        "axis": "key",
+        "documents": [0, 3, 4, 69, 70],
+        "initial": True,
+    },
 }
+CASES = {f"{rule}: {name}": {"rule": rule, **case} for rule in NAMES for name, case in SHAPES.items()}
+CASES |= {f"swla: {name}": {"rule": "swla", **case} for name, case in WINDOWS.items()}
+STEPS = {f"{rule} step, {axis}": {"rule": rule, "axis": axis} for rule in NAMES for axis in ("key", "value", "all")}
 
 
 def inputs(rule: str, size: tuple[int, ...], decay: float = 1.0, strength: float = 1.0) -> dict[str, Tensor]:
@@ -78,7 +98,7 @@ def inputs(rule: str, size: tuple[int, ...], decay: float = 1.0, strength: float
         "v": torch.randn(rows, length, heads, values),
         "g": -decay * torch.rand(rows, length, heads),
         "beta": strength * torch.rand(rows, length, heads),
-        "gamma": torch.rand(rows, length, heads, 2),
+        "gamma": strength * torch.rand(rows, length, heads, 2),
     }
     return {name: every[name] for name in NAMES[rule].split()}
 
@@ -91,7 +111,6 @@ def error(ours: Tensor, right: Tensor) -> float:
 def measure(case: dict[str, Any]) -> dict[str, float]:
     """Errors of out, final state and every gradient."""
     from proteus_lm.ops import reference, triton
-    from proteus_lm.ops.state import SWLAState
 
     rule, size, axis = case["rule"], case["size"], case.get("axis", "key")
     dtype = getattr(torch, case.get("dtype", "float32"))
@@ -117,13 +136,15 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
         held = [x.to(kind or x.dtype).requires_grad_() for x in states]
         start = (SWLAState(*held) if rule == "swla" else held[0]) if held else None
         out, final = getattr(module, rule)(**given, initial_state=start, **keywords)
+        window = final[1:] if isinstance(final, SWLAState) else ()
         final = final.matrix if isinstance(final, SWLAState) else final
         if gradient is None:
             gradient = torch.randn(out.shape).to(out.dtype), torch.randn(final.shape)
         sums = [x.to(kind or torch.float32) * y.to(kind or torch.float32) for x, y in zip((out, final), gradient)]
         grads = torch.autograd.grad(sum(x.sum() for x in sums), [*given.values(), *held])
-        results.append([out, final, *grads])
-    names = ["out", "final", *(f"d{n}" for n in tensors), *(f"dstate{i}" for i in range(len(states)))]
+        results.append([out, final, *window, *grads])
+    names = ["out", "final", *(f"window{i}" for i in range(len(window)))]
+    names += [*(f"d{n}" for n in tensors), *(f"dstate{i}" for i in range(len(states)))]
     return {n: error(a, b.double()) for n, a, b in zip(names, *results)}
 
 
@@ -136,9 +157,14 @@ def measure_step(case: dict[str, Any]) -> dict[str, float]:
     tensors = {n: x[:, 0] for n, x in inputs(rule, (3, 1, 2, keys, values)).items()}
     state = torch.randn(3, 2, keys, values)
     active = None if case["axis"] == "all" else torch.tensor([1, 9, keys if axis == "key" else values])
-    right, after = getattr(recurrent, f"{rule}_step")(
-        **{n: x.double() for n, x in tensors.items()}, state=state.double(), active=active, axis=axis
-    )
+    wide, held = {n: x.double() for n, x in tensors.items()}, state.double()
+    if rule == "swla":  # the kernel takes the window with the new pair in it
+        past = torch.randn(3, 1, 2, keys), torch.randn(3, 1, 2, values)
+        held = SWLAState(held, *(x.double() for x in past))
+        window = {n: torch.cat((x, tensors.pop(y)[:, None]), 1) for n, x, y in zip(("keys", "values"), past, ("k", "v"))}
+        tensors = {"q": tensors["q"], "v": window["values"][:, -1], "g": tensors["g"], "gamma": tensors["gamma"], **window}
+    right, after = getattr(recurrent, f"{rule}_step")(**wide, state=held, active=active, axis=axis)
+    after = getattr(after, "matrix", after)
     out, moved = getattr(triton, f"{rule}_step")(**tensors, state=state, active=active, axis=axis)
     given = state.clone()
     _, same = getattr(triton, f"{rule}_step")(**tensors, state=given, active=active, axis=axis, inplace=True)

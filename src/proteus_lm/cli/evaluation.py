@@ -22,6 +22,7 @@ from proteus_lm.cli.common import (
     token_counts,
     window_length,
 )
+from proteus_lm.cli.memory import MemoryContext, MemoryPolicy, spread
 
 if TYPE_CHECKING:
     from proteus_lm.evals import PerplexityResult
@@ -42,9 +43,11 @@ def evaluate(
     split: Literal["validation", "train"] = "validation",
     max_tokens: int | None = None,
     bins: int = 16,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     chunk: int = 2048,
     device: Device = "auto",
+    memory_policy: MemoryPolicy | None = None,
+    memory_context: MemoryContext = None,
     json: bool = False,
     data: Path | None = None,
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK ...")] = (),
@@ -76,9 +79,11 @@ def evaluate(
         split: Which part of the run's data.
         max_tokens: Predict at most so many tokens for each length, in windows spread over the split; what is left out is counted.
         bins: Stretches of positions within the training context.
-        batch_size: Windows read at once; with --suite, sequences.
+        batch_size: Windows read at once, 8 by default; with --suite sequences, on a GPU 128 where the model's memory does not grow.
         chunk: Tokens in one forward pass; longer windows carry their state from pass to pass.
         device: auto (CUDA where there is one), cpu, cuda, cuda:1 ...
+        memory_policy: stretch opens the blocks of a trained memory over another length than in training, --memory-context.
+        memory_context: That length in tokens, such as 16K; by default the blocks open as in training.
         json: Print one JSON object instead of tables.
         data: (suite) Folder with the tasks' files; without it they come from the hub.
         tasks: (suite) Only these tasks.
@@ -112,6 +117,7 @@ def evaluate(
     if suite is not None:
         options = _suite_options(data, limit, lengths, samples, seed, allow_truncation, offline, cache, tasks)
         model = _open(run, step, choose_device(device), dtype, batch_size, chunk, allow_truncation)
+        spread(model.model, memory_policy, memory_context)
         _suites(model, run, suite, options, out or _results_folder(run), json)
         return
     from proteus_lm.evals import evaluate as evaluate_model
@@ -122,6 +128,7 @@ def evaluate(
     training = opened.recipe.data.context
     windows = {name: window_length(name, training) for name in split_commas(context)}
     model = opened.load_model(step, device=choose_device(device))
+    spread(model, memory_policy, memory_context)
     dataset = opened.dataset(split)
     results = {}
     for name, length in windows.items():
@@ -129,7 +136,7 @@ def evaluate(
             model,
             dataset,
             context=length,
-            batch_size=batch_size,
+            batch_size=8 if batch_size is None else batch_size,
             max_tokens=max_tokens,
             bins=bins,
             training_context=training,
@@ -198,7 +205,7 @@ def _suite_options(
 
 
 def _open(
-    run: Path, step: int | None, device: str, dtype: str, batch_size: int, chunk: int, allow_truncation: bool
+    run: Path, step: int | None, device: str, dtype: str, batch_size: int | None, chunk: int, allow_truncation: bool
 ) -> LanguageModel:
     import torch
 

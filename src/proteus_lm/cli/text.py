@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from proteus_lm.cli.common import Device, Run, app, choose_device, no_bars
+from proteus_lm.cli.memory import MemoryContext, MemoryPolicy, spread
 
 
 @app.command
@@ -21,6 +22,8 @@ def generate(
     num_beams: int = 1,
     step: int | None = None,
     device: Device = "auto",
+    memory_policy: MemoryPolicy | None = None,
+    memory_context: MemoryContext = None,
 ) -> None:
     """Let a run go on from a prompt. The text goes to standard output, without the prompt.
 
@@ -37,6 +40,8 @@ def generate(
         num_beams: Beams of a beam search; needs --temperature 0.
         step: Checkpoint to use; by default the newest.
         device: auto (CUDA where there is one), cpu, cuda, cuda:1 ...
+        memory_policy: stretch opens the blocks of a trained memory over another length than in training, --memory-context.
+        memory_context: That length in tokens, such as 16K; by default the blocks open as in training.
     """
     from proteus_lm.generate import Sampling
     from proteus_lm.generate import generate as generate_text
@@ -48,4 +53,6 @@ def generate(
         raise ValueError("the prompt is empty and gives no token; give at least one character to go on from")
     no_bars()
     opened = OpenRun.open(run)
-    print(generate_text(opened.load_model(step, device=choose_device(device)), opened.tokenizer, text, sampling))
+    model = opened.load_model(step, device=choose_device(device))
+    spread(model, memory_policy, memory_context)
+    print(generate_text(model, opened.tokenizer, text, sampling))

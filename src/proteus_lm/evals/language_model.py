@@ -20,6 +20,7 @@ from torch import Tensor
 
 from proteus_lm.evals.abilities import Abilities, probe
 from proteus_lm.evals.loading import load
+from proteus_lm.evals.long_context.tokens import tokenizer_hash
 from proteus_lm.evals.perplexity import evaluation_mode
 from proteus_lm.model import ProteusForCausalLM
 
@@ -45,7 +46,7 @@ class LanguageModel:
         model: ours, or any of transformers' causal language models (or one with its interface); put in evaluation mode while used.
         tokenizer: transformers' tokenizer of that model.
         name: what it is called in results.
-        batch_size: sequences read at once.
+        batch_size: sequences read at once; None is 8, or on a GPU 128 for ours whose memory does not grow with the text.
         chunk: tokens of each sequence in one forward.
         allow_truncation: cut what is too long on the left, and count it in `truncated`, instead of raising.
         max_length: tokens it can read at most, 0 for no limit; None is what its configuration says (recurrent models of other
@@ -65,22 +66,23 @@ class LanguageModel:
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str = "model",
-        batch_size: int = 8,
+        batch_size: int | None = None,
         chunk: int = 2048,
         allow_truncation: bool = False,
         max_length: int | None = None,
     ) -> None:
         for what, value in (("batch_size", batch_size), ("chunk", chunk)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{what} is {value}; it must be at least 1")
         if max_length is not None and max_length < 0:
             raise ValueError(f"max_length is {max_length}; it must be a number of tokens, or 0 for no limit")
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {name} names no end token; set eos_token in its tokenizer_config.json")
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.batch_size, self.chunk, self.allow_truncation = batch_size, chunk, allow_truncation
+        self.chunk, self.allow_truncation = chunk, allow_truncation
         self.truncated = self.windowed = 0
         self._given_length = max_length
+        self.batch_size = batch_size or self._usual_rows()
 
     @classmethod
     def open(
@@ -90,7 +92,7 @@ class LanguageModel:
         step: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
-        batch_size: int = 8,
+        batch_size: int | None = None,
         chunk: int = 2048,
         allow_truncation: bool = False,
         max_length: int | None = None,
@@ -143,6 +145,11 @@ class LanguageModel:
         found = (getattr(config, name, None) for name in _LIMITS)
         return next((int(limit) for limit in found if limit is not None), None)
 
+    def _usual_rows(self) -> int:
+        """A decoding step of a GPU costs its launches: the more rows share it, the better, while there is room for their states."""
+        fixed = self.is_ours and not any(block.mixer.growing for block in self.model.layers)
+        return 128 if fixed and self.device.type == "cuda" else 8
+
     @property
     def eos_id(self) -> int:
         """The token that ends a document."""
@@ -153,6 +160,11 @@ class LanguageModel:
         """The token before a document's first: the tokenizer's beginning token, or its end token."""
         first = self.tokenizer.bos_token_id
         return self.eos_id if first is None else int(first)  # pyright: ignore[reportArgumentType]
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """SHA-256 (hex) of what the tokenizer's ids depend on, of which every suite's samples are made."""
+        return tokenizer_hash(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens the tokenizer puts around it (most put none)."""
@@ -372,10 +384,11 @@ class LanguageModel:
         texts: list[str | None] = [None] * len(prompts)
         logits, cache = self._prefill(tokens, padding)
         for step in range(count):
-            if logits.isnan().any():
-                raise ValueError(f"{self.name} gives logits that are not numbers; look at its weights, or evaluate in float32")
             chosen = logits[:, -1].argmax(-1)
-            for i, token in enumerate(chosen.tolist()):
+            *taken, broken = torch.cat((chosen, logits.isnan().any()[None])).tolist()  # one wait for the device
+            if broken:
+                raise ValueError(f"{self.name} gives logits that are not numbers; look at its weights, or evaluate in float32")
+            for i, token in enumerate(taken):
                 if texts[i] is None:
                     written[i].append(token)
                     texts[i] = self._ended(written[i], stop, last=step == count - 1)
@@ -394,10 +407,11 @@ class LanguageModel:
         """Logits of the last column and the cache behind left-padded prompts (B, T)."""
         width = tokens.shape[1]
         size = self.chunk if self._abilities.carries else width
+        free = 0 if padding is None else width - int(padding.sum(1).min())  # from there on nothing is padding: ours need no mask
         logits, cache = tokens, None
         for a in range(0, width, size):
             b = min(a + size, width)
-            mask = None if padding is None else padding[:, :b]
+            mask = None if padding is None or (self.is_ours and a >= free) else padding[:, :b]
             logits, cache = self._forward(tokens[:, a:b], cache, 1, mask=mask)
         return logits, cache
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from proteus_lm.cache import unlock_positions
+
 if TYPE_CHECKING:
     from proteus_lm.evals.language_model import LanguageModel
     from proteus_lm.evals.suite import SuiteOptions, SuiteResult
@@ -44,6 +46,7 @@ def with_provenance(result: SuiteResult, model: LanguageModel, options: SuiteOpt
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "parameters": sum(p.numel() for p in parameters),
         "config": model_config(model.model),
+        **({"unlock_positions": unlock_positions(model.model.schedule)} if model.is_ours else {}),  # stretched where the user asked
         "options": _plain(asdict(options)),
     }
     return replace(result, extra={**result.extra, "provenance": about}, command=result.command or options.command)

@@ -43,29 +43,25 @@ class Prefix(NamedTuple):
     values: Tensor
 
 
-def softmax_read(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix: Prefix | None = None, plain: Tensor | None = None
-) -> Tensor:
+def softmax_read(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix: Prefix | None = None) -> Tensor:
     """Softmax attention of turned queries.
 
     Args:
-        q: (N, L, H, D).  k, v: (N, M, H, D).
-        mask: bool (N or 1, 1, L, M), the keys each query sees; None: those up to its own place, L = M.
-        prefix: seen by all; needs a mask, and `plain` (N, L, H, D), the queries before they were turned.
+        q: (N, L, H, D); with a prefix (N, L, H, 2 D), behind each turned query the query before it was turned.
+        k, v: (N, M, H, D).
+        mask: bool (N or 1, 1, L, M), the keys each query sees; with a prefix (N or 1, 1, L, n + M), its places first. None, without
+            a prefix: those up to the query's own place, L = M.
 
     Returns:
         (N, L, H, D).
     """
-    scale = q.shape[-1] ** -0.5
+    scale = k.shape[-1] ** -0.5
     if prefix is not None:
-        assert mask is not None and plain is not None, "a prefix needs a mask and the queries before they are turned"
-        # Twice the width: the first half meets the turned keys, the second the prefix.
-        places, width = prefix.keys.shape[0], q.shape[-1]
-        q = torch.cat((q, plain), -1)
+        assert mask is not None, "a prefix needs a mask"
+        width = k.shape[-1]  # the first half of a query meets the turned keys, the second the prefix
         front = pad(prefix.keys.to(k.dtype), (width, 0)).expand(len(k), -1, -1, -1)
         k = torch.cat((front, pad(k, (0, width))), 1)
         v = torch.cat((prefix.values.to(v.dtype).expand(len(v), -1, -1, -1), v), 1)
-        mask = pad(mask, (places, 0), value=True)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale).transpose(1, 2)
 
@@ -141,9 +137,14 @@ class AttentionMixer(Mixer):
         turn = turn_at(sequence, plain)
         return plain, rotate(plain, turn), rotate(k, turn), v
 
-    def keys_values(self, x: Tensor) -> Prefix:
-        """Keys and values (..., H, D) of x (..., hidden), not turned to a position."""
-        weight = self.linear.weight[self.heads * self.dim :]
+    @property
+    def keys_values_map(self) -> Tensor:
+        """Weight (2 H D, hidden) of the map to keys and values."""
+        return self.linear.weight[self.heads * self.dim :]
+
+    def keys_values(self, x: Tensor, weight: Tensor | None = None) -> Prefix:
+        """Keys and values (..., H, D) of x (..., hidden), not turned to a position; `weight`: `keys_values_map`, made before."""
+        weight = self.keys_values_map if weight is None else weight
         k, v = linear(x.to(weight.dtype), weight).unflatten(-1, (2, self.heads, self.dim)).unbind(-3)
         return Prefix(k, v)
 
@@ -166,17 +167,19 @@ class AttentionMixer(Mixer):
         if state is not None:
             k, v = (torch.cat((old.to(new.dtype), new), 1) for old, new in zip(state, (k, v)))
         past, length = k.shape[1] - q.shape[1], q.shape[1]
-        explicit = persistent is not None
-        mask = sequence.once(("visible", self.window, explicit), lambda: self._visible(past, length, sequence, explicit))
-        prefix = None if persistent is None else self.keys_values(persistent)
-        y = softmax_read(q, k, v, mask, prefix, plain)
+        front = 0 if persistent is None else len(persistent)
+        mask = sequence.once(("visible", self.window, front), lambda: self._visible(past, length, sequence, front))
+        prefix = None
+        if persistent is not None:
+            prefix, q = self.keys_values(persistent), torch.cat((q, plain), -1)
+        y = softmax_read(q, k, v, mask, prefix)
         if packed:
             y = sequence.documents.join(y)
         return y.flatten(-2), self._state(k, v, length, sequence) if use_state else None
 
-    def _visible(self, past: int, length: int, sequence: TokenSequence, explicit: bool) -> Tensor | None:
-        """Which keys each query sees, bool (N or 1, 1, length, past + length); None for the plain rule unless `explicit`."""
-        if not explicit and not past and (self.window is None or self.window >= length):
+    def _visible(self, past: int, length: int, sequence: TokenSequence, front: int) -> Tensor | None:
+        """Which places each query sees, bool (N or 1, 1, length, front + past + length), all of the front; None: the plain rule."""
+        if not front and not past and (self.window is None or self.window >= length):
             return None
         key = torch.arange(past + length, device=sequence.device)
         query = past + torch.arange(length, device=sequence.device)[:, None]
@@ -187,7 +190,7 @@ class AttentionMixer(Mixer):
         if past:
             assert sequence.offset is not None, "a state stands at a position"
             mask = mask & (key >= past - sequence.offset[:, None, None])
-        return mask[:, None]
+        return pad(mask, (front, 0), value=True)[:, None]
 
     def _state(self, k: Tensor, v: Tensor, length: int, sequence: TokenSequence) -> AttentionState:
         """Keep the last tokens of every row, each in the last places."""

@@ -47,9 +47,13 @@ class GateProjection(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(B, T, hidden) -> (B, T, out), fp32 or wider."""
-        with torch.autocast(input.device.type, enabled=False):
-            x, weight = wide(input), wide(self.weight)
-            return linear(x, weight, None if self.bias is None else wide(self.bias))
+        return gate_values(input, self.weight, self.bias)
+
+
+def gate_values(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The linear map of a `GateProjection`, or of several under each other: x (.., hidden) -> (.., out), fp32 or wider."""
+    with torch.autocast(x.device.type, enabled=False):
+        return linear(wide(x), wide(weight), None if bias is None else wide(bias))
 
 
 class GatedOutput(nn.Module):
@@ -73,11 +77,9 @@ class GatedOutput(nn.Module):
 
     def forward(self, read: Tensor, x: Tensor) -> Tensor:
         """read (B, T, heads, dim), x (B, T, hidden) -> (B, T, hidden)."""
-        normed = self.norm(read).flatten(-2)
         if self.gate is None or self.activation is None:
-            return self.out(normed)
-        gate = self.activation(self.gate(x))
-        return self.out((normed * gate).to(gate.dtype))
+            return self.out(self.norm(read).flatten(-2))
+        return self.out(self.norm.gated(read, self.gate(x), self.activation))
 
 
 class ResidualLinear(nn.Linear):
@@ -305,12 +307,22 @@ class MatrixMixer(Mixer):
     def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sequence: TokenSequence) -> tuple[Tensor, ...]:
         """The rule's tensors in its own order, from x (B, T, hidden) and the convolved q, k (B, T, H, K), v (B, T, H, V)."""
 
+    def seen(self, sequence: TokenSequence, keys: int) -> Tensor | None:
+        """Of `keys` coordinates, how many from the first a norm sees at each token: int64 (N or 1, T); None for all.
+
+        With `norm_order` mask_then_norm the open ones.
+        """
+        if not self._mask_first:
+            return None
+        if sequence.is_step:
+            active = sequence.active(keys)
+            return None if active is None else active[:, None]
+        activation = sequence.activation(keys)
+        return None if activation is None else activation.active
+
     def unit(self, x: Tensor, sequence: TokenSequence) -> Tensor:
         """Keys or queries (B, T, H, K) at unit length; with `norm_order` mask_then_norm of their open coordinates alone."""
-        visible = sequence.visible(x.shape[-1]) if self._mask_first else None
-        if visible is not None:
-            x = torch.where(visible[:, :, None], x, x.new_zeros(()))
-        return l2_normalize(x)
+        return l2_normalize(x, active=self.seen(sequence, x.shape[-1]))
 
     @classmethod
     def validate(cls, config: ProteusConfig) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from proteus_lm.mixers.base import delta_flops
 from proteus_lm.mixers.decay import DecayMixer
-from proteus_lm.mixers.norm import wide
+from proteus_lm.mixers.norm import L2_EPS, wide
 from proteus_lm.ops import comba
 from proteus_lm.ops.recurrent import comba_step
+from proteus_lm.ops.triton_neighbours import MAX_WIDTH, comba_vectors, runs
 from proteus_lm.sequence import TokenSequence
 
 if TYPE_CHECKING:
@@ -53,7 +54,12 @@ class CombaMixer(DecayMixer):
     def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sequence: TokenSequence) -> tuple[Tensor, ...]:
         """q', k, v, p, g, beta."""
         beta, g = self.strength_and_decay(x)
-        decay = torch.sigmoid(wide(self.inner))[:, None]
+        decay = torch.sigmoid(wide(self.inner))
+        if k.shape[-1] <= MAX_WIDTH and runs("comba_vectors", q, k, decay):
+            seen = self.seen(sequence, k.shape[-1])
+            q, k, p = comba_vectors(q, k, decay, self.D, L2_EPS, self.decay_first, seen)
+            return q, k, v, p, g, beta
+        decay = decay[:, None]
         p = (decay * k).to(k.dtype)
         if self.D is not None:
             q = (q - wide(self.D)[:, None] * p).to(q.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from proteus_lm.mixers.norm import RMSNorm
+from proteus_lm.ops.triton_neighbours import MAX_WIDTH, rms_norm, runs
 
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sigmoid_gate": lambda a, b: a * torch.sigmoid(b),
@@ -16,6 +17,8 @@ COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
 }
 """Of attention's answer and the memory's, both normed with a learned weight."""
+_KINDS = {"sigmoid_gate": "sigmoid", "silu": "silu", "add": "add"}
+"""Names of the same functions in the kernel."""
 
 
 class Combine(nn.Module):
@@ -24,7 +27,7 @@ class Combine(nn.Module):
     def __init__(self, width: int, eps: float, kind: str) -> None:
         super().__init__()
         self.attended, self.remembered = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.function = COMBINE[kind]
+        self.function, self._kind = COMBINE[kind], _KINDS[kind]
 
     @staticmethod
     def parameter_count(width: int) -> int:
@@ -33,4 +36,7 @@ class Combine(nn.Module):
 
     def forward(self, attended: Tensor, remembered: Tensor) -> Tensor:
         """Both (B, T, width) -> (B, T, width), in the type of `attended`."""
+        a, b = self.attended, self.remembered
+        if attended.shape[-1] <= MAX_WIDTH and runs("rms_norm", attended, remembered, a.weight, b.weight):
+            return rms_norm(attended, a.weight, a.eps, remembered, self._kind, b.weight)
         return self.function(self.attended(attended), self.remembered(remembered).to(attended.dtype))

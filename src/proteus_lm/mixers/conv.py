@@ -1,7 +1,7 @@
-"""Short causal depthwise convolution with SiLU, as one line of shifted products.
+"""Short causal depthwise convolution with SiLU: one line of shifted products, or a kernel on a GPU.
 
 A sum of `size` products rather than a library convolution: its result for a token does not depend on the length or the batch,
-packed documents need no other code, and `torch.compile` fuses it.
+packed documents need no other code, and `torch.compile` fuses it. Eager, it is bound by passes over memory: there a kernel runs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
+from proteus_lm.ops.triton_neighbours import MAX_PARTS, MAX_TAPS, convolve, documents_of, runs
 from proteus_lm.sequence import TokenSequence
 
 
@@ -33,8 +34,37 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, sequence: TokenSequence, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x (B, T, C) -> y (B, T, C) and the state after it (N, size - 1, C); x packed as `sequence` says."""
-        past = self.weight.shape[1] - 1
+        (y,), state = self.parts(x, sequence, state, [x.shape[-1]])
+        return y, state
+
+    def parts(
+        self, x: Tensor, sequence: TokenSequence, state: Tensor | None, widths: Sequence[int]
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """As `forward`, with y cut into tensors (B, T, width), one a width."""
         state = None if state is None else state.to(x.dtype)
+        if len(widths) <= MAX_PARTS and self.weight.shape[1] <= MAX_TAPS and runs("convolve", x, self.weight):
+            packed = None
+            if sequence.cu_seqlens is not None:
+                bounds, length = sequence.cu_seqlens, sequence.length
+                packed = sequence.once("documents", lambda: documents_of(bounds, length))
+            return convolve(x, self.weight, state, packed, widths), self._after(x, sequence, state)
+        y, state = self._shifted(x, sequence, state)
+        return y.split(list(widths), -1), state
+
+    def _after(self, x: Tensor, sequence: TokenSequence, state: Tensor | None) -> Tensor:
+        """The last size - 1 inputs of each row or document."""
+        past = self.weight.shape[1] - 1
+        if sequence.cu_seqlens is not None:
+            token, slot, inside = sequence.once(("last inputs", past), lambda: _last_inputs(sequence, past))
+            earlier = x.new_zeros(()) if state is None else torch.take_along_dim(state, slot[..., None], 1)
+            return torch.where(inside[..., None], x[0][token], earlier)
+        if x.shape[1] >= past:
+            return x[:, x.shape[1] - past :]
+        return pad(x, (0, 0, past - x.shape[1], 0)) if state is None else torch.cat((state[:, x.shape[1] :], x), 1)
+
+    def _shifted(self, x: Tensor, sequence: TokenSequence, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `forward`, in PyTorch."""
+        past = self.weight.shape[1] - 1
         gaps = sequence.gaps(past) if sequence.cu_seqlens is not None else None
         if gaps is not None:
             row = x.new_zeros(gaps.length, x.shape[-1]).index_copy(0, gaps.tokens, x[0])
@@ -49,6 +79,16 @@ class ShortConvolution(nn.Module):
         if gaps is None:
             return silu(y), row[:, length:]
         return silu(y[:, gaps.tokens - past]), row[0][gaps.last]
+
+
+def _last_inputs(sequence: TokenSequence, past: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the last `past` inputs behind each packed document, (N, past): their tokens, or their slots in the state before it, and
+    which of them are tokens."""
+    assert sequence.cu_seqlens is not None, "rows that are not packed end at their last token"
+    bounds = sequence.cu_seqlens.long()
+    token = bounds[1:, None] - past + torch.arange(past, device=bounds.device)
+    before = token - bounds[:-1, None]
+    return token.clamp(min=0), (before + past).clamp(max=past - 1), before >= 0
 
 
 class ConvProjection(nn.Module):
@@ -81,9 +121,9 @@ class ConvProjection(nn.Module):
     def forward(self, x: Tensor, sequence: TokenSequence, state: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """x (B, T, hidden) -> one tensor (B, T, heads, width) a width, and the convolution's state."""
         y = self.linear(x)
+        widths = [self.heads * width for width in self.widths]
         if self.conv is None:
-            after = y.new_zeros(sequence.rows, 0, y.shape[-1])
+            parts, after = y.split(widths, -1), y.new_zeros(sequence.rows, 0, y.shape[-1])
         else:
-            y, after = self.conv(y, sequence, state)
-        parts = y.split([self.heads * width for width in self.widths], -1)
+            parts, after = self.conv.parts(y, sequence, state, widths)
         return [part.unflatten(-1, (self.heads, -1)) for part in parts], after

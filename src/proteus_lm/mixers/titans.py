@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from proteus_lm.mixers.base import GatedOutput, GateProjection, Mixer, block_norms, mean_open
+from proteus_lm.mixers.base import GatedOutput, GateProjection, Mixer, block_norms, gate_values, mean_open
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import l2_normalize
 from proteus_lm.ops import TitansState, titans_memory, titans_weights
 from proteus_lm.ops.deep_step import titans_step
+from proteus_lm.ops.memory_activations import matrix_names, memory_function, places
 from proteus_lm.ops.memory_read import titans_surprise
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
@@ -67,10 +68,13 @@ class TitansMemory(Mixer):
         self.theta = GateProjection(hidden, heads, STEP)
         self.alpha = GateProjection(hidden, heads, FORGETTING) if config.use_forgetting else None
         self.eta = GateProjection(hidden, heads, MOMENTUM) if config.use_momentum else None
-        sizes = self._layer_sizes(config)
-        self._matrices = tuple(f"W{i + 1}" for i in range(len(sizes)))
-        for name, (i, o) in zip(self._matrices, sizes):
-            self.register_parameter(name, nn.Parameter(torch.empty(heads, i, o)))
+        *inner, (i, o) = self._layer_sizes(config)
+        arity = memory_function(self.function).arity
+        shapes = [*((i, o // arity) for i, o in inner for _ in range(arity)), (i, o)]
+        self._matrices = tuple(matrix_names(len(shapes), arity))
+        self.places = places(len(shapes), arity)
+        for name, shape in zip(self._matrices, shapes):
+            self.register_parameter(name, nn.Parameter(torch.empty(heads, *shape)))
         self.persistent = self.gain = self.bias = None
         self.no_decay = self._matrices
         if config.persistent_tokens:
@@ -83,11 +87,11 @@ class TitansMemory(Mixer):
 
     @property
     def initial(self) -> tuple[Tensor, ...]:
-        """The learned initial memory W1 .. WL, each (H, in, out)."""
+        """The learned initial memory W1 .. WL, each (H, in, out); of a gated one W1, U1 .. WL."""
         return tuple(getattr(self, name) for name in self._matrices)
 
     def weights_now(self, memory: TitansState) -> tuple[Tensor, ...]:
-        """W1 .. WL (N, H, in, out) behind the last token, the open chunk's tokens written."""
+        """The matrices of `initial` (N, H, in, out) behind the last token, the open chunk's tokens written."""
         options = {"surprise_clip": self.clip, "initial": self._target, "residual_norm": self.norm}
         return titans_weights(memory, memory_activation=self.function, **options)[0]
 
@@ -107,15 +111,19 @@ class TitansMemory(Mixer):
         return config.hidden_size
 
     def init_weights(self) -> None:
-        """Initial memory of variance 1 / inputs, its last matrix smaller, never zero; persistent rows like normed tokens."""
+        """Initial memory of variance 1 / inputs, its last matrix smaller, never zero; persistent rows like normed tokens.
+
+        The values of a gated one have variance 1: keys are of unit length, so that hidden units and slopes are as large as without
+        them, and safe steps too. At 1 / inputs a unit would be a product of two small numbers, and the memory hardly learn.
+        """
         if self.persistent is not None:
             nn.init.normal_(self.persistent)
         if self.gain is not None and self.bias is not None:
             nn.init.ones_(self.gain)
             nn.init.zeros_(self.bias)
-        for weight in self.initial:
+        for name, weight in zip(self._matrices, self.initial):
             scale = LAST_LAYER if weight is self.initial[-1] else 1.0
-            nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
+            nn.init.normal_(weight, std=1.0 if name.startswith("U") else scale * weight.shape[1] ** -0.5)
 
     @classmethod
     def validate(cls, config: ProteusConfig) -> None:
@@ -144,9 +152,11 @@ class TitansMemory(Mixer):
 
     @staticmethod
     def _layer_sizes(config: ProteusConfig) -> list[tuple[int, int]]:
-        dim = config.head_dim
+        """Inputs and outputs of each layer, all of its matrices together."""
+        dim, arity = config.head_dim, memory_function(config.memory_activation).arity
         widths = [dim, *[dim * config.memory_expansion] * (config.memory_depth - 1), dim]
-        return list(zip(widths, widths[1:]))
+        *hidden, last = zip(widths, widths[1:])
+        return [*((i, arity * o) for i, o in hidden), last]
 
     @classmethod
     def memory_dim(cls, config: ProteusConfig) -> int:
@@ -206,7 +216,7 @@ class TitansMemory(Mixer):
         before = torch.tensor([-count], device=self.persistent.device)
         sequence = TokenSequence(self.schedule, 1, count, offset=before, device=self.persistent.device)
         x = self.persistent[None].to(self.projection.linear.weight.dtype)
-        tokens, conv = self._tokens(x, sequence, None)
+        tokens, conv = self.tokens_of(x, sequence, None)
         q, k, v, theta, alpha, eta = tokens
         _, state = titans_memory(
             *(q, k, v, theta, alpha, eta, self.initial),
@@ -248,12 +258,8 @@ class TitansMemory(Mixer):
         start = self._start(1)
         initial = self.initial if start is None else start[1]
         energies = [(w - w0).square().sum(1) for w, w0 in zip(weights, initial)]
-        if len(energies) == 1:
-            return block_norms(energies[0].sum(2), schedule)
-        total = energies[0].sum(1) + energies[-1].sum(2)
-        for inner in energies[1:-1]:
-            total = total + inner.tril().sum(2) + inner.triu(1).sum(1)
-        return block_norms(total, schedule)
+        units = [_by_unit(energy, place) for energy, place in zip(energies, self.places)]
+        return block_norms(torch.stack(units).sum(0), schedule)
 
     def surprise(self, state: Any) -> Tensor:
         """As `ops.memory_read.titans_surprise`, of the memory wherever this form keeps it."""
@@ -261,30 +267,44 @@ class TitansMemory(Mixer):
         memory = memory if isinstance(memory, TitansState) else memory.memory
         return titans_surprise(memory, memory_activation=self.function, residual_norm=self.norm)
 
-    def _step_sizes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """theta, alpha, eta (B, T, H), fp32 or wider."""
-        z = self.theta(x)
+    def gate_map(self) -> tuple[Tensor, Tensor]:
+        """Weight (gates, width) and bias of theta's, alpha's and eta's maps under each other, as far as there are any."""
+        maps = [gate for gate in (self.theta, self.alpha, self.eta) if gate is not None]
+        return torch.cat([gate.weight for gate in maps]), torch.cat([gate.bias for gate in maps])
+
+    def _step_sizes(self, x: Tensor, gate_map: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """theta, alpha, eta (B, T, H), fp32 or wider; `gate_map` where it was made before."""
+        z, *rest = gate_values(x, *(gate_map or self.gate_map())).split(self.theta.out_features, -1)
         theta = self.scale / self.chunk * torch.sigmoid(z)
-        alpha = torch.zeros_like(z) if self.alpha is None else torch.sigmoid(self.alpha(x))
+        alpha = torch.zeros_like(z) if self.alpha is None else torch.sigmoid(rest[0])
         if self.eta is None:
             return theta, alpha, torch.zeros_like(z)
-        momentum = self.eta(x)
-        return theta * torch.sigmoid(-momentum), alpha, torch.sigmoid(momentum)
+        return theta * torch.sigmoid(-rest[-1]), alpha, torch.sigmoid(rest[-1])
 
-    def _tokens(self, x: Tensor, sequence: TokenSequence, conv: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    def tokens_of(
+        self, x: Tensor, sequence: TokenSequence, conv: Tensor | None, gate_map: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[list[Tensor], Tensor]:
         """x (B, T, width) -> q, k, v (B, T, H, D), theta, alpha, eta (B, T, H); and the convolution's state."""
         parts, after = self.projection(x, sequence, conv)
-        return [*(l2_normalize(part) for part in parts), *self._step_sizes(x)], after
+        return [*(l2_normalize(part) for part in parts), *self._step_sizes(x, gate_map)], after
 
     def remember(
-        self, x: Tensor, sequence: TokenSequence, state: TitansMixerState | None = None, use_state: bool = False
+        self,
+        x: Tensor,
+        sequence: TokenSequence,
+        state: TitansMixerState | None = None,
+        use_state: bool = False,
+        made: tuple[list[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, TitansMixerState | None]:
-        """Write x (B, T, width) and read it: (B, T, H, D); else as `Mixer.forward`. One token behind a state is a decoding step."""
+        """Write x (B, T, width) and read it: (B, T, H, D); else as `Mixer.forward`. One token behind a state is a decoding step.
+
+        `made`: what `tokens_of` gives, where it is at hand.
+        """
         past, initial = (None, None) if state is None else (state.conv, state.memory)
         if state is None:
             start = self._start(sequence.rows)
             past, initial = (None, None) if start is None else (start[0], start[1:])
-        tokens, conv = self._tokens(x, sequence, past)
+        tokens, conv = made or self.tokens_of(x, sequence, past)
         if state is not None and sequence.is_step:
             q, k, v, theta, alpha, eta = (t[:, 0] for t in tokens)
             read, memory = titans_step(
@@ -313,6 +333,13 @@ class TitansMemory(Mixer):
                 output_final_state=use_state,
             )
         return read, TitansMixerState(conv, memory) if use_state and memory is not None else None
+
+
+def _by_unit(energy: Tensor, place: str) -> Tensor:
+    """Sums of a matrix's entries (N, in, out) by the hidden unit that owns them, (N, units)."""
+    if place == "inner":
+        return energy.tril().sum(2) + energy.triu(1).sum(1)
+    return energy.sum(1 if place == "first" else 2)
 
 
 class TitansMixer(TitansMemory):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from proteus_lm.mixers.attention import AttentionMixer, AttentionState, softmax_read
+from proteus_lm.mixers.attention import AttentionMixer, AttentionState, Prefix, softmax_read
 from proteus_lm.mixers.base import mean_open
 from proteus_lm.mixers.combine import Combine
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize
 from proteus_lm.mixers.rotary import rotate, turn_at
-from proteus_lm.mixers.segment import Segment, Slots, Step, segments
+from proteus_lm.mixers.segment import Segment, Slots, Step, cut, join, segments
 from proteus_lm.mixers.state import map_state
 from proteus_lm.mixers.titans import TitansMemory, TitansMixerState
 from proteus_lm.ops.memory_read import titans_read
@@ -43,6 +44,35 @@ class MACState(NamedTuple):
     recalled: AttentionState
     tokens: AttentionState
     memory: TitansMixerState
+
+
+class Given(NamedTuple):
+    """What tokens bring that waits for no memory, each (B, T, ...): the query to the memory (H, D); of attention the turned query
+    (H, D; with persistent tokens (H, 2 D), behind it the query before it was turned), key and value (H, D), and cosine and sine
+    of the turn (1, D)."""
+
+    query: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cosine: Tensor
+    sine: Tensor
+
+
+class Pieces(NamedTuple):
+    """The work on a segment before and behind attention's answer, as functions of tensors that can be compiled."""
+
+    answer: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    tokens_of: Callable[..., tuple[list[Tensor], Tensor]]
+
+
+class Once(NamedTuple):
+    """What all segments of a forward share: the persistent places, weights put together or cut out of a parameter, and code."""
+
+    prefix: Prefix | None
+    keys_values_map: Tensor
+    gate_map: tuple[Tensor, Tensor]
+    pieces: Pieces
 
 
 class MACMixer(TitansMemory):
@@ -131,56 +161,109 @@ class MACMixer(TitansMemory):
     def forward(
         self, x: Tensor, sequence: TokenSequence, state: MACState | None = None, use_state: bool = False
     ) -> tuple[Tensor, MACState | None]:
-        """As `Mixer.forward`, segment by segment."""
+        """As `Mixer.forward`: segment by segment what waits for the memory, all at once what does not."""
+        if torch.compiler.is_compiling() and not sequence.is_step:
+            return _run_compiled(self, x, sequence, state, use_state)
+        return self.run(x, sequence, state, use_state, EAGER)
+
+    def run(
+        self, x: Tensor, sequence: TokenSequence, state: MACState | None, use_state: bool, pieces: Pieces
+    ) -> tuple[Tensor, MACState | None]:
+        """The forward, by the given code for the work on a segment."""
         if state is None:
             state = self.init_state(sequence.rows, x.device, x.dtype)
+        given, query = self._given(x, sequence, state.query)
+        weight = self.attention.keys_values_map
+        prefix = None if self.persistent is None else self.attention.keys_values(self.persistent, weight)
+        once = Once(prefix, weight, self.gate_map(), pieces)
         if sequence.is_step:
-            y, state = self._within(x, Step(sequence, self.segment), state)
-            return y, state if use_state else None
-        parts, flat = segments(sequence, self.segment), x.flatten(0, 1)
-        outputs = []
-        for part in parts:
-            y, state = self._rows(flat[part.index], part, state)
-            outputs.append(y.flatten(0, 1))
-        joined = torch.cat(outputs)
-        order = torch.cat([part.index.flatten() for part in parts])
-        return torch.empty_like(joined).index_copy(0, order, joined).view(*x.shape[:2], -1), state if use_state else None
+            attended, remembered, state = self._within(given, once, Step(sequence, self.segment), state)
+        else:
+            parts, attended, remembered = segments(sequence, self.segment), [], []
+            for part, *tokens in zip(parts, *(cut(tokens, parts) for tokens in given)):
+                y, m, state = self._rows(Given(*tokens), once, part, state)
+                attended.append(y)
+                remembered.append(m)
+            attended, remembered = (join(pieces, parts, len(x)) for pieces in (attended, remembered))
+            state = _owned(state) if use_state else state
+        y = self.attention.out(self.combine(attended, remembered.flatten(-2)))
+        return y, state._replace(query=query) if use_state else None
 
-    def _rows(self, x: Tensor, part: Segment, state: MACState) -> tuple[Tensor, MACState]:
+    def _given(self, x: Tensor, sequence: TokenSequence, conv: Tensor) -> tuple[Given, Tensor]:
+        """What tokens x (B, T, hidden) bring along, and the state of the queries' convolution."""
+        (query,), after = self.query(x, sequence, conv)
+        plain, q, k, v = self.attention.project(x, sequence)
+        q = q if self.persistent is None else torch.cat((q, plain), -1)
+        turn = (t.expand(len(x), *t.shape[1:]) for t in turn_at(sequence, plain))
+        return Given(l2_normalize(query), q, k, v, *turn), after
+
+    def _rows(self, given: Given, once: Once, part: Segment, state: MACState) -> tuple[Tensor, Tensor, MACState]:
         """A segment of the rows that take part in it; the others keep their state."""
         rows = part.rows
         if rows is None:
-            return self._within(x, part, state)
-        y, new = self._within(x, part, map_state(lambda s: s.index_select(0, rows), state))
-        return y, self.put_rows(state, rows, new)
+            return self._within(given, once, part, state)
+        y, m, new = self._within(given, once, part, map_state(lambda s: s.index_select(0, rows), state))
+        return y, m, self.put_rows(state, rows, new)
 
-    def _within(self, x: Tensor, slots: Slots, state: MACState) -> tuple[Tensor, MACState]:
-        """Tokens of one segment a row: x (B, T, hidden) -> y (B, T, hidden), and the state behind them."""
-        sequence, state = slots.sequence, _begin(state, slots.begins)
-        context, query = self._recall(x, slots, state)
-        plain, q, k, v = self.attention.project(x, sequence)
-        keys, values = self.attention.keys_values(context)
-        keys = rotate(keys, turn_at(sequence, keys))
-        recalled = AttentionState(slots.keep(state.recalled.keys, keys), slots.keep(state.recalled.values, values))
-        tokens = AttentionState(slots.keep(state.tokens.keys, k), slots.keep(state.tokens.values, v))
-        seen = [torch.cat((h[:, : slots.width], s[:, : slots.width]), 1) for h, s in zip(recalled, tokens)]
-        mask = sequence.once(("segment", self.segment), lambda: slots.visible.repeat(1, 1, 2)[:, None])
-        prefix = None if self.persistent is None else self.attention.keys_values(self.persistent)
-        read = softmax_read(slots.spread(q), seen[0], seen[1], mask, prefix, slots.spread(plain))
-        attended = slots.gather(read).flatten(-2)
-        remembered, memory = self.remember(attended, sequence, state.memory, True)
+    def _within(self, given: Given, once: Once, slots: Slots, state: MACState) -> tuple[Tensor, Tensor, MACState]:
+        """Tokens of one segment a row -> the answers of attention (B, T, H D) and of the memory (B, T, H, D), the state behind."""
+        state, schedule = _begin(state, slots.begins), slots.sequence.schedule
+        active = None if schedule.blocks == 1 else schedule.active(self.units, slots.positions)
+        mask = slots.visible(0 if once.prefix is None else len(once.prefix.keys))
+        if slots.whole:
+            attended, *recalled = once.pieces.answer(self, given, once.keys_values_map, state.weights, active, mask, once.prefix)
+            recalled, tokens = AttentionState(*recalled), AttentionState(given.k, given.v)
+        else:
+            new = self.recalled(slots.spread(given.query), once.keys_values_map, state.weights, active)
+            keys, values = (slots.gather(t) for t in new)
+            keys = rotate(keys, (given.cosine, given.sine))
+            recalled = AttentionState(slots.keep(state.recalled.keys, keys), slots.keep(state.recalled.values, values))
+            tokens = AttentionState(slots.keep(state.tokens.keys, given.k), slots.keep(state.tokens.values, given.v))
+            seen = [torch.cat((h[:, : slots.width], s[:, : slots.width]), 1) for h, s in zip(recalled, tokens)]
+            attended = slots.gather(softmax_read(slots.spread(given.q), seen[0], seen[1], mask, once.prefix)).flatten(-2)
+        made = once.pieces.tokens_of(self, attended, slots.sequence, state.memory.conv, once.gate_map)
+        remembered, memory = self.remember(attended, slots.sequence, state.memory, True, made)
         assert memory is not None
-        y = self.attention.out(self.combine(attended, remembered.flatten(-2)))
-        return y, MACState(query, state.weights, recalled, tokens, memory)
+        return attended, remembered, MACState(state.query, state.weights, recalled, tokens, memory)
 
-    def _recall(self, x: Tensor, slots: Slots, state: MACState) -> tuple[Tensor, Tensor]:
-        """h (B, T, hidden) that the tokens recall from the memory before their segment, and the convolution's state."""
-        sequence = slots.sequence
-        (query,), after = self.query(x, sequence, state.query)
-        active = None if sequence.schedule.blocks == 1 else sequence.schedule.active(self.units, slots.positions)
-        rows = slots.spread(l2_normalize(query))
-        read = slots.gather(titans_read(state.weights, rows, active, memory_activation=self.function, residual_norm=self.norm))
-        return self.recall_norm(self.recall(read.flatten(-2))), after
+    def recalled(self, query: Tensor, weight: Tensor, weights: tuple[Tensor, ...], active: Tensor | None) -> Prefix:
+        """Keys and values (N, W, H, D), not turned, of what queries (N, W, H, D) recall from the memory before their segment."""
+        read = titans_read(weights, query, active, memory_activation=self.function, residual_norm=self.norm)
+        return self.attention.keys_values(self.recall_norm(self.recall(read.flatten(-2))), weight)
+
+
+def answer(
+    mixer: MACMixer,
+    given: Given,
+    weight: Tensor,
+    weights: tuple[Tensor, ...],
+    active: Tensor | None,
+    mask: Tensor,
+    prefix: Prefix | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a whole segment: attention's answer (B, T, H D), and the keys and values that were recalled."""
+    keys, values = mixer.recalled(given.query, weight, weights, active)
+    keys = rotate(keys, (given.cosine, given.sine))
+    read = softmax_read(given.q, torch.cat((keys, given.k), 1), torch.cat((values, given.v), 1), mask, prefix)
+    return read.flatten(-2), keys, values
+
+
+EAGER = Pieces(answer, TitansMemory.tokens_of)
+
+
+@cache
+def _compiled() -> Pieces:
+    return Pieces(torch.compile(EAGER.answer), torch.compile(EAGER.tokens_of))
+
+
+def _run_pieces(
+    mixer: MACMixer, x: Tensor, sequence: TokenSequence, state: MACState | None, use_state: bool
+) -> tuple[Tensor, MACState | None]:
+    return mixer.run(x, sequence, state, use_state, _compiled())
+
+
+_run_compiled: Callable[..., tuple[Tensor, MACState | None]] = cast(Any, torch.compiler.disable(_run_pieces))
+"""A forward under `torch.compile`: its loop stays in Python, for a graph of all segments would take an hour to compile."""
 
 
 def _begin(state: MACState, begins: Tensor | bool) -> MACState:
@@ -189,10 +272,14 @@ def _begin(state: MACState, begins: Tensor | bool) -> MACState:
         return state
 
     def fresh(new: Tensor, old: Tensor) -> Tensor:
-        if isinstance(begins, bool):
-            return new.expand_as(old).clone()  # tensors of a state share no memory
-        return torch.where(begins.view(-1, *[1] * (old.dim() - 1)), new, old)
+        return new.expand_as(old) if begins is True else torch.where(begins.view(-1, *[1] * (old.dim() - 1)), new, old)
 
     weights = tuple(fresh(new, old) for new, old in zip(state.memory.memory.weights, state.weights))
     recalled, tokens = (map_state(lambda s: fresh(s.new_zeros(()), s), side) for side in (state.recalled, state.tokens))
+    return state._replace(weights=weights, recalled=recalled, tokens=tokens)
+
+
+def _owned(state: MACState) -> MACState:
+    """The state with tensors of their own: within a forward they may be those of the memory, or views of all its tokens."""
+    weights, recalled, tokens = map_state(torch.clone, (state.weights, state.recalled, state.tokens))
     return state._replace(weights=weights, recalled=recalled, tokens=tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,23 @@ class Pointwise(NamedTuple):
 
     scale: float
     cubic: float
+
+    @property
+    def arity(self) -> int:
+        """Pre-activations of a hidden unit."""
+        return 1
+
+    def join(self, z: Sequence[Tensor]) -> Tensor:
+        """What a hidden layer puts out, of its pre-activations."""
+        return self.value(z[0])
+
+    def slopes(self, z: Sequence[Tensor]) -> list[Tensor]:
+        """The derivatives of `join` with respect to each of them."""
+        return [self.slope(z[0].new_ones(()).expand_as(z[0]), z[0])]
+
+    def bends(self, grads: Sequence[Tensor], z: Sequence[Tensor]) -> list[Tensor]:
+        """Adjoint of `slopes`: from gradients to the slopes, those to the pre-activations."""
+        return [self.bend(grads[0], z[0])]
 
     def value(self, z: Tensor) -> Tensor:
         """f(z)."""
@@ -62,4 +80,26 @@ class Pointwise(NamedTuple):
             torch.ops.aten.sigmoid_backward.grad_input(bend, p, grad_input=bend)
 
 
-POINTWISE = {"gelu_tanh": Pointwise(_SCALE, _CUBIC), "silu": Pointwise(1.0, 0.0)}
+class Gated(Pointwise):
+    """f(a) b of two pre-activations, f the function of the gate a: `join`, `slopes` and `bends` are of both, the others of f."""
+
+    @property
+    def arity(self) -> int:
+        """Pre-activations of a hidden unit: gate and value."""
+        return 2
+
+    def join(self, z: Sequence[Tensor]) -> Tensor:
+        """f(a) b."""
+        return self.value(z[0]).mul_(z[1])
+
+    def slopes(self, z: Sequence[Tensor]) -> list[Tensor]:
+        """f'(a) b and f(a)."""
+        return [self.slope(z[1], z[0]), self.value(z[0])]
+
+    def bends(self, grads: Sequence[Tensor], z: Sequence[Tensor]) -> list[Tensor]:
+        """The mixed derivative f'(a) makes each slope's gradient reach the other's pre-activation."""
+        (gate, value), (to_gate, to_value) = z, grads
+        return [self.bend(to_gate * value, gate).add_(self.slope(to_value, gate)), self.slope(to_gate, gate)]
+
+
+POINTWISE = {"gelu_tanh": Pointwise(_SCALE, _CUBIC), "silu": Pointwise(1.0, 0.0), "swiglu": Gated(1.0, 0.0)}

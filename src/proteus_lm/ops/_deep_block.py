@@ -91,6 +91,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    y: Tensor,
     start: Sequence[Tensor],
     scales: BlockScales,
     act: Pointwise,
@@ -99,16 +100,17 @@ def forward(
     clip: float | None = None,
     target: Sequence[Tensor] = (),
     norm: Sequence[Tensor] = (),
-) -> tuple[Tensor, list[Tensor], Tape]:
+) -> tuple[list[Tensor], Tape]:
     """Write and read a run of chunks. q, k (V, b, D), v (V, b, Dv); `start` are the pairs (U, 2, n, w), which stay as they are.
 
     Args:
+        y: (V, b, Dv), where the answers go.
         clip: limit of a token's gradient; None: there is none.
         target: (U, n, w) of each layer, what the weights decay to; nothing: to zero.
         norm: of a residual memory, gain and bias (U, 1, Dv): v is then v - k, and y what the last layer puts out; else nothing.
 
     Returns:
-        y (V, b, Dv); the pairs at the run's end; the tape, of which `curve` is missing without `keep`.
+        The pairs at the run's end; the tape, of which `curve` is missing without `keep`.
     """
     depth, units = len(start), len(start[0])
     rounds, wide = len(k) // units, (*k.shape[:2], start[0].shape[-1])
@@ -136,8 +138,8 @@ def forward(
             _advance(old[layer], end[layer], *_sides(layer, xs, gs), step, ends)
         for aim, pair in zip(target, end):
             pair[:, 0].addcmul_(aim, 1 - step[:, :1, :1])
-    y, reading = _read(q, pairs, inputs, g, scales, act, _repeated(target, rounds), keep=keep)
-    return y, new, Tape(pairs, x, slope, curve, g, *reading, clipped, normed)
+    reading = _read(q, y, pairs, inputs, g, scales, act, _repeated(target, rounds), keep=keep)
+    return new, Tape(pairs, x, slope, curve, g, *reading, clipped, normed)
 
 
 def _write(
@@ -171,12 +173,17 @@ def _write(
 
 def _advance(pair: Tensor, new: Tensor, narrow: Tensor, wide: Tensor, step: Tensor, ends: Tensor) -> None:
     """Bring a pair from a chunk's start to its end, into `new`."""
-    torch.bmm(step, pair.flatten(2), out=new.flatten(2))
+    # The start's weights are never in the momentum.
+    decay, carry, _, keep = _gains(step)
+    (weights, momentum), (to_weights, to_momentum) = pair.unbind(1), new.unbind(1)
+    torch.mul(weights, decay, out=to_weights).addcmul_(momentum, carry)
+    torch.mul(momentum, keep, out=to_momentum)
     new.flatten(1, 2).baddbmm_(_twice(narrow, ends).mT, wide, alpha=-1)
 
 
 def _read(
     q: Tensor,
+    y: Tensor,
     pairs: Sequence[Tensor],
     x: Sequence[Tensor],
     g: Sequence[Tensor],
@@ -185,9 +192,9 @@ def _read(
     target: Sequence[Tensor],
     *,
     keep: bool,
-) -> tuple[Tensor, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]:
-    """What the memory answers to q with each token's own weights, layer by layer: decay (x W) + carry (x S) - (mix o x X^T) G,
-    and (1 - decay) (x T) where there is a target T, (V, n, w)."""
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Fill in what the memory answers to q with each token's own weights, layer by layer:
+    decay (x W) + carry (x S) - (mix o x X^T) G, and (1 - decay) (x T) where there is a target T, (V, n, w)."""
     seen, rise, similarity = [_taken(q, pairs)], [], []
     for layer, pair in enumerate(pairs[:-1]):
         z = _twice(seen[-1], scales.reads).bmm(pair.flatten(1, 2))
@@ -200,10 +207,10 @@ def _read(
         act.expand(z, seen[-1], rise[-1] if keep else None)
     similarity.append(seen[-1].bmm(x[-1].mT))
     answers = seen[-1].bmm(pairs[-1].flatten(1, 2).mT)
-    y = _once(answers, scales.reads).baddbmm_(similarity[-1] * scales.less, g[-1])
+    _once(answers, scales.reads, y).baddbmm_(similarity[-1] * scales.less, g[-1])
     if target:
         y.baddbmm_(seen[-1] * _decayed(scales), target[-1].mT)
-    return y, (seen[1:], rise, similarity[1:], [answers])
+    return seen[1:], rise, similarity[1:], [answers]
 
 
 class Gradients(NamedTuple):
@@ -225,6 +232,7 @@ def backward(
     tape: Tape,
     scales: BlockScales,
     totals: BlockScales,
+    rooms: Sequence[Tensor],
     target: Sequence[Tensor] = (),
     norm: Sequence[Tensor] = (),
 ) -> Gradients:
@@ -234,11 +242,12 @@ def backward(
         grad: (V, b, Dv), with respect to y.
         to_pairs: (U, 2, n, w), with respect to the pairs at the end.
         totals: where to put what is with respect to the scales; zeros, but for `less`.
+        rooms: where gradients to q, k and v (V, b, .) go, where they are as wide.
     """
     depth, units = len(to_pairs), len(to_pairs[0])
     rounds = len(k) // units
     x = [_taken(k, to_pairs), *tape.x]
-    to_q, to_x, to_g, added, at_reads = _read_backward(grad, q, x, tape, scales, totals, _repeated(target, rounds))
+    to_q, to_x, to_g, added, at_reads = _read_backward(grad, q, x, tape, scales, totals, rooms, _repeated(target, rounds))
     to_target = [t.unflatten(0, (rounds, units)).sum(0) for t in at_reads]
     narrow = [_sides(layer, x, tape.g)[0] for layer in range(depth)]
     twice = [_twice(rows, scales.ends) for rows in narrow]
@@ -259,7 +268,7 @@ def backward(
             to_narrow.addcmul_(left, end, value=-1).addcmul_(right, end_momentum, value=-1)
             to_wide.baddbmm_(scaled[layer], flat, alpha=-1)
             to_step.baddbmm_(halves, old[layer].flatten(2).mT)
-            starts.append(step.mT.bmm(halves).view_as(to_new))
+            starts.append(_step_backward(to_new, step))
             starts[-1].flatten(1, 2).baddbmm_(reads[2 * layer].mT, reads[2 * layer + 1])
             if target:
                 to_target[layer].addcmul_(to_new[:, 0], 1 - step[:, :1, :1])
@@ -272,6 +281,16 @@ def backward(
     return Gradients(to_q, to_x[0], to_v[0] if norm else to_g[-1].neg_(), list(to_pairs), to_target, to_norm)
 
 
+def _step_backward(to_new: Tensor, step: Tensor) -> Tensor:
+    """From the gradient to a pair at a chunk's end, what of it comes to its start."""
+    decay, carry, _, keep = _gains(step)
+    start = torch.empty_like(to_new)
+    (to_weights, to_momentum), (weights, momentum) = to_new.unbind(1), start.unbind(1)
+    torch.mul(to_weights, decay, out=weights)
+    torch.mul(to_momentum, keep, out=momentum).addcmul_(to_weights, carry)
+    return start
+
+
 def _read_backward(
     grad: Tensor,
     q: Tensor,
@@ -279,6 +298,7 @@ def _read_backward(
     tape: Tape,
     scales: BlockScales,
     totals: BlockScales,
+    rooms: Sequence[Tensor],
     target: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]], list[Tensor]]:
     """Adjoint of `_read`: gradients to q, x and g, for each layer the rows whose product is that to its pair; those to target."""
@@ -303,12 +323,12 @@ def _read_backward(
             to_rows = grad.bmm(flat.mT)
             _add_dots(totals.reads, to_rows, seen[layer], 1)
             added[layer] = _twice(seen[layer], reads), grad
-            to_seen = _once(to_rows, reads)
+            to_seen = _once(to_rows, reads, None if layer else rooms[0])
         if target:
             to_target[layer] = _target_backward(grad, seen[layer], target[layer], scales, totals, to_seen, last=last)
-        to_g[layer] = (similarity * scales.less).mT.bmm(grad)
+        to_g[layer] = torch.bmm((similarity * scales.less).mT, grad, out=rooms[2] if last else None)
         to_kept.mul_(scales.less)
-        to_x[layer] = to_kept.mT.bmm(seen[layer])
+        to_x[layer] = torch.bmm(to_kept.mT, seen[layer], out=None if layer else _room(rooms[1], seen[0].shape[-1]))
         grad = to_seen.baddbmm_(to_kept, x[layer])
         if layer:
             grad.mul_(tape.rise[layer - 1])
@@ -398,7 +418,9 @@ def _repeated(target: Sequence[Tensor], rounds: int) -> Sequence[Tensor]:
 
 def _rounds(parts: Sequence[Tensor], rounds: int) -> Sequence[Sequence[Tensor]]:
     """Tensors (V, ...) as those of each chunk, (U, ...)."""
-    return list(zip(*(t.chunk(rounds) for t in parts))) if parts else [()] * rounds
+    if rounds == 1:
+        return [tuple(parts)]
+    return list(zip(*(t.unflatten(0, (rounds, -1)).unbind() for t in parts))) if parts else [()] * rounds
 
 
 def _twice(rows: Tensor, scales: Tensor) -> Tensor:
@@ -410,13 +432,23 @@ def _twice(rows: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-def _once(rows: Tensor, scales: Tensor) -> Tensor:
+def _once(rows: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
     """Adjoint of `_twice` with respect to the rows: the two halves of (V, b, 2 n), scaled and added."""
     n = rows.shape[-1] // 2
-    return (rows[..., :n] * scales[..., :1]).addcmul_(rows[..., n:], scales[..., 1:])
+    return torch.mul(rows[..., :n], scales[..., :1], out=out).addcmul_(rows[..., n:], scales[..., 1:])
+
+
+def _gains(step: Tensor) -> Sequence[Tensor]:
+    """(U, 2, 2) as (U, 1, 1) each, row by row."""
+    return step.view(-1, 4, 1, 1).unbind(1)
+
+
+def _room(room: Tensor, width: int) -> Tensor | None:
+    """Where rows of this width go: the room for them (V, b, n), if it is as wide."""
+    return room if room.shape[-1] == width else None
 
 
 def _add_dots(total: Tensor, rows: Tensor, single: Tensor, sign: int) -> None:
-    """Add to (V, b, 2) the adjoint of `_twice` with respect to the scales, from rows (V, b, 2 n), times the sign."""
-    for column, half in zip(total.unbind(-1), rows.chunk(2, -1)):
-        column.add_((half * single).sum(-1), alpha=sign)
+    """Add to (V, b, 2), contiguous, the adjoint of `_twice` with respect to the scales, from rows (V, b, 2 n), times the sign."""
+    n = single.shape[-1]
+    total.view(-1, 2, 1).baddbmm_(rows.view(-1, 2, n), single.reshape(-1, n, 1), alpha=sign)

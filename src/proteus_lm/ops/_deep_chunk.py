@@ -2,7 +2,8 @@
 
 Gradients of a chunk's tokens are taken at the weights of the chunk's start; decay, momentum and reads stay exact per token, and no
 token's weights are ever built. U = rows times heads, b = tokens of the chunk; layer l maps `in` to `out` coordinates, and W, S are
-its weights and momentum at the chunk's start, both (U, in, out), cut to the coordinates that are open to some token.
+its weights and momentum at the chunk's start, both (U, in, out), cut to the coordinates that are open to some token. A gated
+memory has two such matrices in each hidden layer, which take in the same: L layers, n = 2 (L - 1) + 1 matrices; else n = L.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from proteus_lm.ops._deep_activation import Pointwise
 from proteus_lm.ops._deep_loss import Loss, clip_factors, norm_gradient
+from proteus_lm.ops.memory_activations import layers, places
 
 
 class Scales(NamedTuple):
@@ -41,10 +43,10 @@ class Scales(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The write side of a chunk at its start weights: layer inputs x (L), pre-activations z and slopes act'(z) (L - 1), and the
-    loss's gradients h with respect to the activations (L - 1) and g with respect to what each layer puts out (L). Where gradients
-    are clipped, `clipped` is (U, b, 1) once, the factors of `clip_factors`, which are in h and g already; else nothing. `normed` is
-    the `Normed` of a residual memory, else nothing."""
+    """The write side of a chunk at its start weights: what each matrix takes in, x (n), pre-activations z and the slopes by them
+    (n - 1), and the loss's gradients h with respect to the activations (L - 1) and g with respect to what each matrix puts out (n).
+    Where gradients are clipped, `clipped` is (U, b, 1) once, the factors of `clip_factors`, which are in h and g already; else
+    nothing. `normed` is the `Normed` of a residual memory, else nothing."""
 
     x: list[Tensor]
     z: list[Tensor]
@@ -54,28 +56,19 @@ class Written(NamedTuple):
     clipped: list[Tensor]
     normed: list[Tensor]
 
+    @property
+    def arity(self) -> int:
+        """Matrices of a hidden layer."""
+        return len(self.z) // len(self.h) if self.h else 1
+
 
 class Reading(NamedTuple):
-    """The read side of a chunk: layer inputs x (L), slopes act'(z) (L - 1), similarities x X^T (L), kept products (L)."""
+    """The read side of a chunk: layer inputs x (L), slopes (n - 1), similarities x X^T (L), kept products (n)."""
 
     x: list[Tensor]
     slope: list[Tensor]
     similarity: list[Tensor]
     kept: list[tuple]
-
-
-def places(depth: int) -> list[str]:
-    """Which sides of each layer's matrix are hidden units: its columns ("first"), its rows ("last"), or both ("inner").
-
-    A single layer is "last": its rows are what the schedule opens.
-    """
-    return ["inner" if 0 < layer < depth - 1 else "first" if layer < depth - 1 else "last" for layer in range(depth)]
-
-
-def cut(matrix: Tensor, place: str, width: int) -> Tensor:
-    """The first `width` hidden units of a layer's matrix (..., in, out)."""
-    matrix = matrix if place == "first" else matrix[..., :width, :]
-    return matrix if place == "last" else matrix[..., :width]
 
 
 def entries(opened: Tensor, place: str) -> Tensor:
@@ -125,20 +118,23 @@ def write(
 
     Of a residual memory, `norm` is gain and bias (U, 1, Dv), and v is v - k.
     """
-    x, z, slope = [_taken(k, weights, mask)], [], []
-    for weight in weights[:-1]:
-        z.append(x[-1].bmm(weight))
-        x.append(_open(act.value(z[-1]), mask))
-        slope.append(_slope(z[-1], act, mask))
+    x, z, slope = [], [], []
+    taken, order = _taken(k, weights, mask), layers(len(weights), act.arity)
+    for layer in order[:-1]:
+        x += [taken] * act.arity
+        z += [taken.bmm(weight) for weight in weights[layer]]
+        taken = _open(act.join(z[layer]), mask)
+        slope += _slopes(z[layer], act, mask)
+    x.append(taken)
     g, h, normed = [], [], []
     if norm:
         gradient, kept = norm_gradient(x[-1].bmm(weights[-1]), v, *norm)
         g, normed = [gradient], list(kept)
     else:
         g = [torch.baddbmm(v, x[-1], weights[-1], beta=-1)]
-    for weight, rise in zip(reversed(weights[1:]), reversed(slope)):
-        h.insert(0, g[0].bmm(weight.mT))
-        g.insert(0, h[0] * rise)
+    for layer, above in reversed(list(zip(order, order[1:]))):
+        h.insert(0, _sum_of_products(g, [weight.mT for weight in weights[above]]))
+        g = [*(h[0] * rise for rise in slope[layer]), *g]
     if clip is None:
         return Written(x, z, slope, h, g, [], normed)
     factors = clip_factors(clip, x, g)
@@ -161,30 +157,32 @@ def read(
     Layer by layer z = decay (x W) + carry (x S) - (mix o x X^T) G. Where the weights decay to a target T, (U, in, out) of each
     layer, it is decay (x (W - T)) + x T + .. .
     """
-    depth, mask = len(weights), scales.mask
-    reading = Reading([_taken(q, weights, mask)], [], [], [])
-    for layer, place in enumerate(places(depth)):
-        x = reading.x[-1]
-        w = weights[layer] - target[layer] if target else weights[layer]
-        z, kept = _remembered(x, w, momentum[layer], scales, _side(place, w, mask))
-        if target:
-            z.baddbmm_(x, target[layer])
-        similarity = x.bmm(written.x[layer].mT)
-        z.baddbmm_(scales.mix * similarity, written.g[layer], alpha=-1)
+    mask, order, sides = scales.mask, layers(len(weights), act.arity), places(len(weights), act.arity)
+    reading, z = Reading([_taken(q, weights, mask)], [], [], []), []
+    for layer in order:
+        x, z = reading.x[-1], []
+        similarity = x.bmm(written.x[layer][0].mT)
+        mixed = scales.mix * similarity
+        for matrix in range(len(weights))[layer]:
+            w = weights[matrix] - target[matrix] if target else weights[matrix]
+            rows, kept = _remembered(x, w, momentum[matrix], scales, _side(sides[matrix], w, mask))
+            if target:
+                rows.baddbmm_(x, target[matrix])
+            z.append(rows.baddbmm_(mixed, written.g[matrix], alpha=-1))
+            reading.kept.append(kept)
         reading.similarity.append(similarity)
-        reading.kept.append(kept)
-        if layer < depth - 1:
-            reading.x.append(_open(act.value(z), mask))
+        if layer != order[-1]:
+            reading.x.append(_open(act.join(z), mask))
             if keep:
-                reading.slope.append(_slope(z, act, mask))
-    return z, reading
+                reading.slope.extend(_slopes(z, act, mask))
+    return z[0], reading
 
 
 def advance(
     weights: Sequence[Tensor], momentum: Sequence[Tensor], written: Written, scales: Scales, target: Sequence[Tensor] = ()
 ) -> None:
     """Bring weights and momentum from the chunk's start to its end, in place; `target` as in `read`."""
-    for layer, place in enumerate(places(len(weights))):
+    for layer, place in enumerate(places(len(weights), written.arity)):
         w, s, x, g = weights[layer], momentum[layer], written.x[layer], written.g[layer]
         decay, carry, keep = (by_entry(t, place) for t in (scales.end_decay, scales.end_carry, scales.end_momentum))
         w.mul_(decay).addcmul_(s, carry)
@@ -229,38 +227,41 @@ def backward(
         grad_weights, grad_momentum: with respect to the state at the chunk's end; become those to the state at its start, in place.
         advanced: False when the chunk ends nothing, so that its end state is its start state.
     """
-    depth, mask = len(weights), scales.mask
+    mask, order, sides = scales.mask, layers(len(weights), act.arity), places(len(weights), act.arity)
     sums = Scales._make([*(torch.zeros_like(t) for t in scales[:8]), None])
     less = -scales.mix
-    to_x: list[Tensor] = [grad] * depth
-    to_g: list[Tensor] = [grad] * depth
+    to_x: list[Tensor] = [grad] * len(order)
+    to_g: list[Tensor] = [grad] * len(weights)
     to_target = list(target)
-    for layer in range(depth - 1, -1, -1):
-        place, w, s = places(depth)[layer], weights[layer], momentum[layer]
-        w = w - target[layer] if target else w
-        x, written_x, g, similarity = reading.x[layer], written.x[layer], written.g[layer], reading.similarity[layer]
-        to_w, to_s = grad_weights[layer], grad_momentum[layer]
-        pair = grad.bmm(g.mT)
+    to_z = [grad]
+    for number, layer in reversed(list(enumerate(order))):
+        x, written_x, similarity = reading.x[number], written.x[layer][0], reading.similarity[number]
+        pair = _sum_of_products(to_z, [g.mT for g in written.g[layer]])
         sums.mix.addcmul_(pair, similarity, value=-1)
         pair.mul_(less)
-        to_g[layer] = (similarity * less).mT.bmm(grad)
-        to_x[layer] = pair.mT.bmm(x)
-        at_end = to_w.clone() if target else None
-        if advanced:
-            _end_rows_backward(to_w, to_s, written_x, g, scales, sums, to_x[layer], to_g[layer])
-            _end_state_backward(to_w, to_s, w, s, scales, sums, place)
-        kept, above = reading.kept[layer], grad
-        grad = _remembered_backward(above, x, w, s, scales, sums, _side(place, w, mask), kept, to_w, to_s)
-        grad.baddbmm_(pair, written_x)
-        if at_end is not None:  # W - T decays and is read, T is read, and the end is the sum of both
-            to_target[layer] = at_end.sub_(to_w).baddbmm_(x.mT, above)
-            grad.baddbmm_(above, target[layer].mT)
-        if layer:
-            grad.mul_(reading.slope[layer - 1])
+        weighted = (similarity * less).mT
+        to_x[number] = pair.mT.bmm(x)
+        below = pair.bmm(written_x)
+        for matrix, above in zip(range(len(weights))[layer], to_z):
+            place, w, s = sides[matrix], weights[matrix], momentum[matrix]
+            w = w - target[matrix] if target else w
+            to_w, to_s, g = grad_weights[matrix], grad_momentum[matrix], written.g[matrix]
+            to_g[matrix] = weighted.bmm(above)
+            at_end = to_w.clone() if target else None
+            if advanced:
+                _end_rows_backward(to_w, to_s, written_x, g, scales, sums, to_x[number], to_g[matrix])
+                _end_state_backward(to_w, to_s, w, s, scales, sums, place)
+            kept = reading.kept[matrix]
+            below.add_(_remembered_backward(above, x, w, s, scales, sums, _side(place, w, mask), kept, to_w, to_s))
+            if at_end is not None:  # W - T decays and is read, T is read, and the end is the sum of both
+                to_target[matrix] = at_end.sub_(to_w).baddbmm_(x.mT, above)
+                below.baddbmm_(above, target[matrix].mT)
+        to_z = [below * slope for slope in reading.slope[order[number - 1]]] if number else [below]
+    grad = to_z[0]
     to_norm, to_values = [torch.zeros_like(t) for t in norm], [torch.empty_like(to_g[-1])] if norm else []
     loss = Loss(written.clipped, written.normed, norm, to_norm, to_values)
     to_k, to_v = _write_backward(to_x, to_g, grad_weights, weights, written, act, mask, loss)
-    if depth == 1:
+    if len(weights) == 1:
         grad, to_k = _open(grad, mask), _open(to_k, mask)
     return Gradients(grad, to_k, to_values[0] if norm else to_v, sums, to_target, to_norm)
 
@@ -279,21 +280,25 @@ def _write_backward(
 
     g and h hold the factors of clipping, so `to_g` need not until the way leads out of the last layer's gradient.
     """
-    depth = len(weights)
-    to_z = []
-    for layer in range(depth - 1):
-        grad, slope = to_g[layer], written.slope[layer]
-        to_h = grad * slope
-        to_z.append(_open(act.bend(grad.mul_(written.h[layer]), written.z[layer]), mask))
-        to_g[layer + 1].baddbmm_(to_h, weights[layer + 1])
-        to_weights[layer + 1].baddbmm_(to_h.mT, written.g[layer + 1])
+    order, to_z = layers(len(weights), act.arity), []
+    for number, (layer, above) in enumerate(zip(order, order[1:])):
+        grads, slope = to_g[layer], written.slope[layer]
+        to_h = grads[0] * slope[0]
+        for more, rise in zip(grads[1:], slope[1:]):
+            to_h.addcmul_(more, rise)
+        bends = act.bends([grad.mul_(written.h[number]) for grad in grads], written.z[layer])
+        to_z += [_open(t, mask) for t in bends]
+        for matrix in range(len(weights))[above]:
+            to_g[matrix].baddbmm_(to_h, weights[matrix])
+            to_weights[matrix].baddbmm_(to_h.mT, written.g[matrix])
     last = loss.leave(to_g[-1])
     to_x[-1].baddbmm_(last, weights[-1].mT)
     to_weights[-1].baddbmm_(written.x[-1].mT, last)
-    for layer in range(depth - 2, -1, -1):
-        to_z[layer].addcmul_(to_x[layer + 1], written.slope[layer])
-        to_x[layer].baddbmm_(to_z[layer], weights[layer].mT)
-        to_weights[layer].baddbmm_(written.x[layer].mT, to_z[layer])
+    for number, layer in reversed(list(enumerate(order[:-1]))):
+        for matrix in range(len(weights))[layer]:
+            to_z[matrix].addcmul_(to_x[number + 1], written.slope[matrix])
+            to_x[number].baddbmm_(to_z[matrix], weights[matrix].mT)
+            to_weights[matrix].baddbmm_(written.x[matrix].mT, to_z[matrix])
     return to_x[0], last.neg()
 
 
@@ -385,8 +390,16 @@ def _open(rows: Tensor, mask: Tensor | None) -> Tensor:
     return rows if mask is None else torch.where(mask, rows, rows.new_zeros(()))
 
 
-def _slope(z: Tensor, act: Pointwise, mask: Tensor | None) -> Tensor:
-    return _open(act.slope(z.new_ones(()).expand_as(z), z), mask)
+def _slopes(z: Sequence[Tensor], act: Pointwise, mask: Tensor | None) -> list[Tensor]:
+    return [_open(slope, mask) for slope in act.slopes(z)]
+
+
+def _sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """Sum of the products of a layer's matrices; of `left`, the first are theirs."""
+    total = left[0].bmm(right[0])
+    for a, b in zip(left[1:], right[1:]):
+        total.baddbmm_(a, b)
+    return total
 
 
 def _taken(rows: Tensor, weights: Sequence[Tensor], mask: Tensor | None) -> Tensor:

@@ -74,7 +74,10 @@ class Gates:
         ):
             torch.addcmul(token, now, eta, out=then)
             torch.mul(before, decay, out=after).addcmul_(then, counts)
-        return history, momenta
+        # What is left of old tokens may be so little (below 1e-31 in fp32) that a processor takes many times as long for products
+        # with it. Nothing is negative here.
+        tiny = torch.finfo(history.dtype).tiny / torch.finfo(history.dtype).eps
+        return torch.threshold_(history, tiny, 0), torch.threshold_(momenta, tiny, 0)
 
     def _steps(self) -> list[tuple[Tensor, ...]]:
         """decay, eta and count of each slot, (U, 1) each."""
@@ -118,12 +121,12 @@ class Gates:
             target[:, :b].addcmul_(self._to_ends[..., column], self.theta)
             target[:, b:].add_(self._to_step[:, column])
 
-    def scales(self, units: slice, opens: Tensor, mask: Tensor) -> Scales:
+    def scales(self, units: slice, opens: Tensor, mask: Tensor | None) -> Scales:
         """The scales of some units, some of whose coordinates open inside.
 
         Args:
             opens: int64 (U', w), slot at which each coordinate opens, b where it does not.
-            mask: bool (U', b, w), whether it is open to each token.
+            mask: bool (U', b, w), whether it is open to each token; None: all are, and w is 1.
         """
         history, momentum, theta, b = self.history[units], self.momentum[units], self.theta[units], self.slots
         mix = history[:, self._reads(), :b] * theta[:, None]

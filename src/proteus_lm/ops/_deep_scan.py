@@ -78,7 +78,7 @@ def titans_scan(
             for room, state in zip(slices.get(number, []), working.take(group[0])):
                 room.copy_(state)
             for block in group:
-                y[block.units], tape = _forward(walk, block, working, aim, keep=number < kept)
+                tape = _forward(walk, block, working, aim, y[block.units], keep=number < kept)
                 tapes += tape if number < kept else []
         return [
             walk.layout.scatter(y, tokens[2])[0],
@@ -139,19 +139,20 @@ def titans_scan_backward(
         return [*(s[0] for s in spread), *(s[1] for s in spread if s[1] is not None), *rest]
 
 
-def _forward(walk: Walk, block: Block, working: Working, aim: Target, *, keep: bool) -> tuple[Tensor, list[Tensor]]:
-    """y (V, b, Dv) of a block, and its tape; brings the working state to the block's end."""
+def _forward(walk: Walk, block: Block, working: Working, aim: Target, y: Tensor, *, keep: bool) -> list[Tensor]:
+    """The tape of a block; fills in its y (V, b, Dv), and brings the working state to the block's end."""
     start, units, target, norm = working.take(block), block.units, aim.take(block), walk.norm(block)
     if block.mixed:
-        y, end = _deep_mixed.forward(walk, block, start, target, norm)
+        answers, end = _deep_mixed.forward(walk, block, start, target, norm)
+        y.copy_(answers)
         tape = start
     else:
         scales, options = walk.gates.block_scales(units, block.ended), {"clip": walk.clip, "target": target, "norm": norm}
-        rows = walk.q[units], walk.k[units], walk.v[units]
-        y, end, made = _deep_block.forward(*rows, start, scales, walk.act, keep=keep, **options)
+        rows = walk.q[units], walk.k[units], walk.v[units], y
+        end, made = _deep_block.forward(*rows, start, scales, walk.act, keep=keep, **options)
         tape = [t for part in made for t in part]
     working.put(end)
-    return y, tape
+    return tape
 
 
 def _backward(
@@ -160,20 +161,22 @@ def _backward(
     """Adjoint of `_forward`: brings the gradient to the state from the block's end to its start, fills the block's part of those to
     q, k and v, and has the gates and the target collect theirs."""
     units, to_pairs, target, norm = block.units, working.take(block), aim.take(block), walk.norm(block)
+    rooms = [t[units] for t in to_rows]
     if block.mixed:
         out, to_pairs, to_target = _deep_mixed.backward(walk, block, tape, grad, to_pairs, target, norm)
     else:
         scales = walk.gates.block_scales(units, block.ended)
         totals = walk.gates.block_totals(units)
         kept = Tape.of(tape, **walk.loss)
-        out = _deep_block.backward(grad, to_pairs, walk.q[units], walk.k[units], kept, scales, totals, target, norm)
+        out = _deep_block.backward(grad, to_pairs, walk.q[units], walk.k[units], kept, scales, totals, rooms, target, norm)
         walk.gates.collect_block(totals, units, block.ended)
         to_pairs, to_target = out.pairs, out.target
     working.put(to_pairs)
     aim.collect(block, to_target)
     walk.collect_norm(block, out.norm)
-    for target, rows in zip(to_rows, (out.q, out.k, out.v)):
-        target[units, :, : rows.shape[-1]] = rows
+    for room, rows in zip(rooms, (out.q, out.k, out.v)):
+        if rows is not room:
+            room[..., : rows.shape[-1]] = rows
 
 
 def _again(walk: Walk, group: list[Block], initial: list[Tensor], saved: list[Tensor] | None, aim: Target) -> list[list[Tensor]]:
@@ -182,7 +185,7 @@ def _again(walk: Walk, group: list[Block], initial: list[Tensor], saved: list[Te
     if saved is not None:
         working.take(group[0])
         working.put(saved)
-    return [_forward(walk, block, working, aim, keep=True)[1] for block in group]
+    return [_forward(walk, block, working, aim, torch.empty_like(walk.v[block.units]), keep=True) for block in group]
 
 
 def _kept(walk: Walk, groups: list[list[Block]], limit: int) -> int:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from proteus_lm.ops._deep_activation import Pointwise
 from proteus_lm.ops._deep_block import tape_size
-from proteus_lm.ops._deep_chunk import opening, places
+from proteus_lm.ops._deep_chunk import opening
 from proteus_lm.ops._deep_gates import Gates
 from proteus_lm.ops._deep_layout import Layout, Span
+from proteus_lm.ops.memory_activations import places
 from proteus_lm.ops.rows import Rows
 
 GROUP = 8  # chunks between two states that are saved where a group's tape is not
@@ -33,6 +34,7 @@ class Block(NamedTuple):
 
     Args:
         units: of all its chunks, times heads.  rows: units of each chunk.  advanced: of the last, those that fill it.
+        mixed: it goes by `_deep_mixed`, as every chunk of a gated memory does.  whole: its width is open to all of its tokens.
     """
 
     units: slice
@@ -40,6 +42,7 @@ class Block(NamedTuple):
     advanced: int
     width: int
     mixed: bool
+    whole: bool
 
     @property
     def ended(self) -> int:
@@ -80,7 +83,7 @@ class Walk:
         self.heads, self.dtype, self.act, self.clip = q.shape[2], weights[0].dtype, act, clip
         self._norm = [t.repeat(rows, 1)[:, None] for t in norm]
         self._to_norm = [torch.zeros_like(t) for t in self._norm]
-        self.places, self.dim, self._weights = places(len(weights)), weights[-1].shape[-2], weights
+        self.places, self.dim, self._weights = places(len(weights), act.arity), weights[-1].shape[-2], weights
         lengths, firsts = [q.shape[1]] * rows, [row * q.shape[1] for row in range(rows)]
         if cu_seqlens is not None:
             lengths, firsts = Rows(cu_seqlens, q.shape[1]).lengths.tolist(), cu_seqlens[:-1].tolist()
@@ -115,8 +118,10 @@ class Walk:
         """Whether gradients are clipped, and whether the memory is residual."""
         return {"clip": self.clip is not None, "norm": bool(self._norm)}
 
-    def opening(self, block: Block) -> tuple[Tensor, Tensor]:
-        """For a mixed chunk's units, `_deep_chunk.opening`."""
+    def opening(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """For a mixed chunk's units, `_deep_chunk.opening`; of a whole one, one coordinate for all and no mask."""
+        if block.whole:
+            return torch.zeros(block.units.stop - block.units.start, 1, dtype=torch.int64, device=self.q.device), None
         both = opening(self._active[block.units.start // self.heads : block.units.stop // self.heads], block.width)
         return both[0].repeat_interleave(self.heads, 0), both[1].repeat_interleave(self.heads, 0)
 
@@ -135,7 +140,8 @@ class Walk:
             blocks: list[Block] = []
             for step in self.steps[first : first + GROUP]:
                 start, stop, full = step.span.start * self.heads, step.span.stop * self.heads, step.span.full * self.heads
-                block = Block(slice(start, stop), stop - start, full, step.width, step.mixed)
+                general = step.mixed or self.act.arity > 1
+                block = Block(slice(start, stop), stop - start, full, step.width, general, not step.mixed)
                 if blocks and self._joined(blocks[-1], block):
                     block = block._replace(units=slice(blocks.pop().units.start, stop))
                 blocks.append(block)
@@ -225,12 +231,24 @@ class Working:
     def take(self, block: Block) -> list[Tensor]:
         """What a block works on, not to be changed in place."""
         at = block.rows, block.width
-        if at != self._at:
+        if at[0] == self._at[0] and at != self._at and "inner" not in self._places:
+            self._resize(*at)
+        elif at != self._at:
             whole = self.whole()
             self._at = at
             parts = zip(self._views(), whole)
             self._part = [p if v.shape == p.shape else v.clone(memory_format=torch.contiguous_format) for v, p in parts]
         return self._part
+
+    def _resize(self, rows: int, width: int) -> None:
+        """Take up or hand back the units between the old width and the new one, and leave the others where they are."""
+        before, self._at = self._at[1], (rows, width)
+        if width > before:
+            self._part = [torch.cat([p, w[:rows, ..., before:width]], -1) for p, w in zip(self._part, self._pairs)]
+            return
+        for part, whole in zip(self._part, self._pairs):
+            whole[:rows, ..., width:before] = part[..., width:]
+        self._part = [p[..., :width].contiguous() for p in self._part]
 
     def put(self, part: Sequence[Tensor]) -> None:
         """The new values of what was taken."""

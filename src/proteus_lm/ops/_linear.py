@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from proteus_lm.activation import Activation
-from proteus_lm.ops import reference, triton
+from proteus_lm.ops import fla, reference, triton
 from proteus_lm.ops._linear_operator import INPUTS, compute_dtype, linear_chunk
-from proteus_lm.ops.backend import choose
+from proteus_lm.ops.backend import Known, choose
 from proteus_lm.ops.rows import check_packed
 from proteus_lm.ops.state import SWLAState
 
@@ -60,22 +60,22 @@ def run(
     tensors = dict(zip(ARGUMENTS[operation], values))
     check_choice("read", read, READS)
     check(operation, tensors, activation, axis, initial_state, cu_seqlens)
-    refused = {"triton": "its kernels have no read 'pre'"} if read == "pre" else None
-    chosen = choose(operation, backend, *values, refused=refused)
+    chosen = choose(operation, backend, *values, refused=_refused(operation, values, activation, read, initial_state))
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if chosen in WHOLE:
+    if chosen in WHOLE or chosen == "fla":
+        keywords = {
+            "activation": activation,
+            "axis": axis,
+            "scale": scale,
+            "initial_state": initial_state,
+            "cu_seqlens": cu_seqlens,
+            "output_final_state": output_final_state,
+        }
+        if chosen == "fla":
+            return fla.run(operation, tensors, **keywords)
         more = {"read": read} if chosen == "reference" else {}  # the kernels have one read
-        return getattr(WHOLE[chosen], operation)(
-            *values,
-            activation=activation,
-            axis=axis,
-            scale=scale,
-            initial_state=initial_state,
-            cu_seqlens=cu_seqlens,
-            output_final_state=output_final_state,
-            **more,
-        )
+        return getattr(WHOLE[chosen], operation)(*values, **keywords, **more)
     window = tensors["gamma"].shape[-1] - 1 if operation == "swla" else 0
     state = _initial(initial_state, tensors, window, cu_seqlens)
     rule = "gated_delta_rule" if operation == "delta_rule" else operation  # the gated rule with a decay of 1
@@ -89,6 +89,15 @@ def run(
     if operation != "swla":
         return out, matrix
     return out, SWLAState(matrix, *(_tail(w, x.to(matrix.dtype), cu_seqlens) for w, x in zip(state[1:], (k, v))))
+
+
+def _refused(
+    operation: str, values: Sequence[Tensor], activation: Activation | None, read: str, initial_state: State | None
+) -> Known:
+    """What speaks against a backend beside the tensors; fla is asked only where it is its turn, for that may import it."""
+    if read == "pre":
+        return dict.fromkeys(("triton", "fla"), "its kernels have no read 'pre'")
+    return {"fla": lambda: fla.refuse_state(operation, tuple(values), initial_state, activation)}
 
 
 def _active(activation: Activation | None) -> Tensor | None:

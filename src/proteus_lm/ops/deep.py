@@ -13,7 +13,7 @@ from proteus_lm.ops._deep_loss import normalize
 from proteus_lm.ops._deep_scan import check_position, titans_scan
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.backend import choose
-from proteus_lm.ops.memory_activations import memory_function
+from proteus_lm.ops.memory_activations import matrix_names, memory_function, places
 from proteus_lm.ops.rows import check_packed
 from proteus_lm.ops.state import TitansState
 
@@ -60,10 +60,12 @@ def titans_memory(
         v: (B, T, H, Dv).
         theta, alpha, eta: (B, T, H), step, forgetting and momentum, values in [0, 1] (not logs). Unchecked. Steps with
             theta * chunk / (1 - eta) above about 2 can make the memory diverge (spec/deep.md 6).
-        weights: W1 (H, D, F), .., WL (H, F, Dv): the memory before the first token, learned; L >= 1, one hidden width F.
+        weights: W1 (H, D, F), .., WL (H, F, Dv): the memory before the first token, learned; L >= 1, one hidden width F. Of
+            "swiglu" each hidden layer has two, gate and value: f(x) = (silu(x W1) * (x U1)) W2 has W1, U1 (H, D, F), W2 (H, F, Dv);
+            a deeper one W1, U1, W2, U2, .., WL; L >= 2. A hidden unit is then a column of both and its row of what follows.
         chunk: tokens between two boundaries, >= 1: part of the model, not of its speed.
         read: "post" reads after the token's write, "pre" before it (of the units open to the token, both).
-        memory_activation: "gelu_tanh" or "silu".
+        memory_activation: "gelu_tanh", "silu" or "swiglu".
         surprise_clip: tau > 0 scales u_t by min(1, tau / ||u_t||), the norm over the open entries of all its matrices together
             (spec/deep.md 2.6). The factor is a constant to the outer gradient. None: no limit.
         decay_target: what the weights decay to: "zero" as the paper, or "init": W_t = (1 - alpha_t) W_{t-1} + alpha_t W_0 + S_t,
@@ -87,15 +89,15 @@ def titans_memory(
     """
     tokens, weights = (q, k, v, theta, alpha, eta), tuple(weights)
     rows = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
-    _check_tokens(tokens, weights, chunk, read, cu_seqlens)
-    memory_function(memory_activation)
+    check_depth(weights, memory_activation)
+    _check_tokens(tokens, weights, chunk, read, memory_activation, cu_seqlens)
     check_update(surprise_clip, decay_target)
     check_norm(residual_norm, k, v)
     _check_activation(activation, q, weights, cu_seqlens)
     _check_state(initial_state, tokens, weights, chunk, rows)
     common = {"chunk": chunk, "read": read, "memory_activation": memory_activation, "cu_seqlens": cu_seqlens}
     update = {"surprise_clip": surprise_clip, "decay_target": decay_target, "residual_norm": residual_norm}
-    refused = refusals(tokens, weights, chunk, backend, **update)
+    refused = refusals(tokens, weights, chunk, backend, memory_activation=memory_activation, **update)
     chosen = choose("titans_memory", backend, *tokens, *weights, refused=refused)
     if chosen == "reference":
         more = {"activation": activation, "initial_state": initial_state, "output_final_state": output_final_state}
@@ -126,25 +128,44 @@ def refusals(
     surprise_clip: float | None = None,
     decay_target: str = "zero",
     residual_norm: Norm | None = None,
+    memory_activation: str = "gelu_tanh",
 ) -> dict[str, str | None]:
     """What `backend.explain` cannot know: why the Triton kernels do not run these inputs (q, k, v, theta, alpha, eta), or None.
 
     In fp32 they multiply in tf32, which `auto` takes only where PyTorch is allowed to.
     """
-    refusal = refused_update(surprise_clip, decay_target, residual_norm) or triton_deep.refuse(tokens, weights, chunk)
+    refusal = refused_update(surprise_clip, decay_target, residual_norm, memory_activation)
+    refusal = refusal or triton_deep.refuse(tokens, weights, chunk)
     exact = tokens[0].dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     if refusal is None and backend == "auto" and exact:
         refusal = "fp32 inputs, and the kernels multiply in tf32; torch.set_float32_matmul_precision('high') allows it"
     return {"triton": refusal}
 
 
-def refused_update(surprise_clip: float | None, decay_target: str, residual_norm: Norm | None) -> str | None:
+def refused_update(
+    surprise_clip: float | None, decay_target: str, residual_norm: Norm | None, memory_activation: str
+) -> str | None:
     """Why the Triton kernels, of a call or of a step, do not take these options, or None."""
+    if memory_function(memory_activation).arity > 1:
+        return f"memory_activation is {memory_activation!r}, and the kernels have no gated hidden layer"
     if surprise_clip is not None:
         return f"surprise_clip is {surprise_clip}, and the kernels do not clip"
     if residual_norm is not None:
         return "residual_norm is given, and the kernels have no norm"
     return None if decay_target == "zero" else f"decay_target is {decay_target!r}, and the kernels decay to zero"
+
+
+def check_depth(weights: Sequence[Tensor], memory_activation: str) -> None:
+    """Raise ValueError for an unknown activation, or a number of matrices that makes no memory of it."""
+    arity, count = memory_function(memory_activation).arity, len(weights)
+    if not count:
+        raise ValueError("there are no weights; give at least one layer, W1 (H, D, Dv)")
+    if arity > 1 and (count == 1 or count % arity != 1):
+        names = ", ".join(matrix_names(arity + 1, arity))
+        raise ValueError(
+            f"memory_activation is {memory_activation!r} and the memory has {count} matrices; it must have {arity} in each hidden "
+            f"layer and one last ({names}; or more layers). A single matrix has no hidden layer: use 'gelu_tanh'"
+        )
 
 
 def check_update(surprise_clip: float | None, decay_target: str) -> None:
@@ -251,8 +272,9 @@ def titans_weights(
         (W1, .., WL), (S1, .., SL), each (N, H, in, out). Gradients flow to every tensor of the state.
 
     Raises:
-        ValueError: for an unknown activation, or a limit that is no number above 0.
+        ValueError: for an unknown activation or one that the matrices do not fit, or a limit that is no number above 0.
     """
+    check_depth(state.weights, memory_activation)
     check_update(surprise_clip, "zero")
     options = {"surprise_clip": surprise_clip, "initial": initial, "residual_norm": residual_norm}
     return reference.titans_weights(state, memory_activation=memory_activation, **options)
@@ -342,13 +364,17 @@ def _tail(old: Tensor, new: Tensor, begin: int, dtype: torch.dtype) -> Tensor:
     chunk, length = old.shape[1], new.shape[1]
     dtype = old.dtype if old.dtype == torch.int64 else dtype
     filled = (begin + length) % chunk
+    if not filled:
+        return old.new_zeros(old.shape, dtype=dtype)
     now = min(filled, length)
     parts = [old[:, : filled - now].to(dtype), new[:, length - now :].to(dtype), old.new_zeros(1, dtype=dtype)]
     parts[2] = parts[2].expand(len(old), chunk - filled, *old.shape[2:])
     return torch.cat(parts, 1)
 
 
-def _check_tokens(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, read: str, cu_seqlens: Tensor | None) -> None:
+def _check_tokens(
+    tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, read: str, memory_activation: str, cu_seqlens: Tensor | None
+) -> None:
     q, k, v, *gates = tokens
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ValueError(f"chunk is {chunk!r}; it must be a whole number of at least 1")
@@ -367,16 +393,15 @@ def _check_tokens(tokens: Sequence[Tensor], weights: Sequence[Tensor], chunk: in
         if gate.shape != q.shape[:3]:
             raise ValueError(f"{name} has shape {tuple(gate.shape)}; it must be (B, T, H) = {tuple(q.shape[:3])}")
     _check_packed(q, cu_seqlens)
-    if not weights:
-        raise ValueError("there are no weights; give at least one layer, W1 (H, D, Dv)")
-    heads, (head_dim, value_dim) = q.shape[2], (q.shape[3], v.shape[3])
-    hidden = weights[0].shape[-1]
-    sides = [head_dim, *[hidden] * (len(weights) - 1), value_dim]
-    for layer, weight in enumerate(weights):
-        if tuple(weight.shape) != (heads, sides[layer], sides[layer + 1]):
+    heads, hidden = q.shape[2], weights[0].shape[-1]
+    count, arity = len(weights), memory_function(memory_activation).arity
+    for weight, place, name in zip(weights, places(count, arity), matrix_names(count, arity)):
+        rows = q.shape[3] if place == "first" or count == 1 else hidden
+        wanted = heads, rows, v.shape[3] if place == "last" else hidden
+        if tuple(weight.shape) != wanted:
             raise ValueError(
-                f"W{layer + 1} has shape {tuple(weight.shape)}; layer {layer + 1} of {len(weights)} must be (H, in, out) = "
-                f"{(heads, sides[layer], sides[layer + 1])}, with one hidden width"
+                f"{name} has shape {tuple(weight.shape)}; of these {count} matrices it must be (H, in, out) = {wanted}, "
+                "with one hidden width"
             )
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from proteus_lm.ops import _deep_chunk, triton_deep
 from proteus_lm.ops._deep_activation import POINTWISE
-from proteus_lm.ops._deep_chunk import Scales, entries, opening, places
+from proteus_lm.ops._deep_chunk import Scales, entries, opening
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.backend import choose
-from proteus_lm.ops.deep import READS, Norm, answer, check_norm, check_update, chunk_form, refused_update, residual
-from proteus_lm.ops.memory_activations import memory_function
+from proteus_lm.ops.deep import READS, Norm, answer, check_depth, check_norm, check_update, chunk_form, refused_update, residual
+from proteus_lm.ops.memory_activations import places
 from proteus_lm.ops.state import TitansState
 
 
@@ -50,7 +50,7 @@ def titans_step(
         active: int (N,), open hidden units (key rows for one layer) of each row at its token; None: all.
         read, memory_activation, surprise_clip, residual_norm: as in `titans_memory`.
         initial: W1 (H, in, out) .. WL, the `weights` of `titans_memory` where its decay_target is "init"; None: decay to zero.
-        backend: "auto", "chunk" (PyTorch) or "triton" (one kernel: bf16 products for bf16 tokens, else fp32 by three of tf32).
+        backend: "auto", "chunk" (PyTorch) or "triton" (bf16 products for bf16 tokens, else fp32 by three of tf32).
         inplace: move the given state on itself: the kernel alone can, and then touches open units alone.
 
     Returns:
@@ -61,12 +61,14 @@ def titans_step(
     """
     tokens = (k, v, theta, alpha, eta)
     _check(q, tokens, state, read)
-    memory_function(memory_activation)
+    check_depth(state.weights, memory_activation)
     check_update(surprise_clip, "zero")
     check_norm(residual_norm, k, v)
     target, norm = _target(initial, state), residual_norm or ()
-    refusal = refused_update(surprise_clip, "init" if target else "zero", residual_norm)
+    refusal = refused_update(surprise_clip, "init" if target else "zero", residual_norm, memory_activation)
     refusal = refusal or triton_deep.refuse_step((q, *tokens), state.weights, state.momentum, state.k.shape[1])
+    if backend == "auto":
+        refusal = refusal or triton_deep.unchecked_step((q, *tokens), state.weights, state.k.shape[1])
     refused = {"triton": refusal}
     if choose("titans_memory", backend, q, k, v, refused=refused) == "triton":
         return triton_deep.step((q, *tokens), state, active, read, memory_activation, inplace)
@@ -153,8 +155,7 @@ def _step(
     units = weights[-1].shape[-2]
     opens, mask = (t.repeat_interleave(heads, 0) for t in opening(open_units, units))
     depth = len(weights)
-    layers = [*places(depth), *places(depth)]
-    inside = [entries(opens < chunk, place) for place in layers]
+    inside = 2 * [entries(opens < chunk, place) for place in places(depth, act.arity)]
     blanked = [torch.where(chosen, t, 0) for t, chosen in zip((*weights, *momentum), inside)]
     aim = [torch.where(chosen, t, 0) for t, chosen in zip(target, inside)]
     written = _deep_chunk.write(k, v, blanked[:depth], act, mask, clip, norm)

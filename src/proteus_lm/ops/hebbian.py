@@ -46,7 +46,7 @@ def retention(
         initial_state: (N, H, K, V), N = B, or the number of documents with `cu_seqlens`; None: zeros.
         cu_seqlens: int (N + 1,), boundaries of the documents packed in one row (B = 1); the state starts anew at each.
         output_final_state: return the state behind the last token (of each document) too.
-        backend: "auto", "chunk" (batched over tiles of tokens) or "reference" (token by token).
+        backend: "auto", "triton", "fla", "chunk" (batched over tiles of tokens) or "reference" (token by token); docs/kernels.md.
 
     Returns:
         out (B, T, H, V) in v's type; the state (N, H, K, V) in fp32 or fp64, or None.

@@ -237,37 +237,40 @@ def swla(
 
 
 # Titans: a small MLP f(x) = act(... act(x W1) ...) WL is the memory, and a token is written by one step of gradient descent.
+# A gated one has two matrices in each hidden layer: f(x) = (silu(x W1) * (x U1)) W2; deeper, every hidden layer is such a pair.
 
 
-def _layer_masks(active: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+def _layers(weights: Sequence[Tensor], function: str) -> list[Sequence[Tensor]]:
+    """The matrices layer by layer: those of each hidden layer, one or a gate's and a value's; the last alone."""
+    arity = memory_function(function).arity
+    return [weights[i : i + arity] for i in range(0, len(weights), arity)]
+
+
+def _layer_masks(active: Tensor, weights: Sequence[Tensor], function: str) -> list[Tensor]:
     """Open entries of each matrix, broadcastable to (B, H, in, out), for `active` (B,) open units.
 
     Units are hidden ones; an inner matrix is open where both its units are. A single matrix opens by key rows.
     """
-    units = [torch.arange(w.shape[-2], device=active.device) < active[:, None] for w in weights[1:]]
-    if not units:
-        return [(torch.arange(weights[0].shape[-2], device=active.device) < active[:, None])[:, None, :, None]]
-    ins = [None, *units]
-    outs = [*units, None]
+    layers = _layers(weights, function)
     masks = []
-    for i, o in zip(ins, outs):
-        row = None if i is None else i[:, None, :, None]
-        column = None if o is None else o[:, None, None, :]
-        masks.append(row if column is None else column if row is None else row & column)
+    for number, layer in enumerate(layers):
+        for w in layer:
+            rows, columns = ((torch.arange(n, device=active.device) < active[:, None])[:, None] for n in w.shape[-2:])
+            row = rows[..., :, None] if number > 0 or len(layers) == 1 else None
+            column = columns[..., None, :] if number < len(layers) - 1 else None
+            masks.append(row if column is None else column if row is None else row & column)
     return masks
 
 
-def _apply(weights: Sequence[Tensor], x: Tensor, function: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """f(x) for x (B, H, D): the output, each layer's input, and each hidden layer's value before `act`."""
-    act, _ = memory_function(function)
+def _apply(weights: Sequence[Tensor], x: Tensor, function: str) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
+    """f(x) for x (B, H, D): the output, each layer's input, and what each hidden layer's matrices put out."""
+    *hidden, (last,) = _layers(weights, function)
     inputs, before = [], []
-    for i, w in enumerate(weights):
+    for layer in hidden:
         inputs.append(x)
-        x = _read(w, x)
-        if i < len(weights) - 1:
-            before.append(x)
-            x = act(x)
-    return x, inputs, before
+        before.append([_read(w, x) for w in layer])
+        x = memory_function(function).join(before[-1])
+    return _read(last, x), [*inputs, x], before
 
 
 def _layer_norm(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,19 +288,19 @@ def inner_gradient(
         weights: (B, H, in, out) each.  k: (B, H, D).  v: (B, H, Dv).
         norm: gain and bias (H, Dv) of a layer norm behind f (spec/deep.md 2.2); of f(x) = x + LN(..), v is v - k.
     """
-    _, slope = memory_function(function)
     out, inputs, before = _apply(weights, k, function)
     error = out - v
     if norm is not None:
         unit, deviation = _layer_norm(out)
         error = (unit * norm[0] + norm[1] - v) * norm[0]
         error = (error - error.mean(-1, keepdim=True) - unit * (unit * error).mean(-1, keepdim=True)) / deviation
-    gradients = []
-    for i in range(len(weights) - 1, -1, -1):
-        gradients.append(_outer(inputs[i], error))
+    gradients, errors = [], [error]  # with respect to each matrix; to what each matrix of a layer puts out
+    for i, layer in reversed(list(enumerate(_layers(weights, function)))):
+        gradients = [*(_outer(inputs[i], error) for error in errors), *gradients]
         if i:
-            error = _read(weights[i].mT, error) * slope(before[i - 1])
-    return gradients[::-1]
+            below = sum(_read(w.mT, error) for w, error in zip(layer, errors))
+            errors = [below * slope for slope in memory_function(function).slopes(before[i - 1])]
+    return gradients
 
 
 def titans_memory(
@@ -333,7 +336,7 @@ def titans_memory(
     weights = [w.to(dtype) for w in weights]
     if residual_norm is not None:
         tensors[2] = tensors[2] - tensors[1]
-    units = weights[0].shape[-1] if len(weights) > 1 else weights[0].shape[-2]
+    units = weights[-1].shape[-2]
     batch, length = q.shape[:2]
     if activation is None:
         active = torch.full((1, length), units, device=q.device)
@@ -409,7 +412,7 @@ def _titans_document(
     outputs = []
     for t in range(length):
         token = (k[:, t], v[:, t], theta[:, t], alpha[:, t], eta[:, t], active[:, t])
-        masks = _layer_masks(active[:, t], weights)
+        masks = _layer_masks(active[:, t], weights, rule.function)
         before = current
         current, momentum = _write(current, momentum, boundary, token, rule)
         seen = current if read == "post" else before
@@ -442,7 +445,7 @@ def _open_rows(state: TitansState, tokens: tuple[Tensor, ...], start: Tensor, le
 def _write(current: Memory, momentum: Memory, boundary: Memory, token: tuple[Tensor, ...], rule: _Rule) -> tuple[Memory, Memory]:
     """One token's step of gradient descent with momentum and forgetting, in the open entries; `active` 0 writes nothing."""
     k, v, theta, alpha, eta, active = token
-    masks = _layer_masks(active, current)
+    masks = _layer_masks(active, current, rule.function)
     opened = [torch.where(m, w, 0.0) for m, w in zip(masks, boundary)]
     gradients = inner_gradient(opened, k, v, rule.function, rule.norm)
     if rule.clip is not None:  # a constant to the outer gradient

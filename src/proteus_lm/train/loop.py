@@ -20,10 +20,12 @@ from proteus_lm.model import ProteusForCausalLM
 from proteus_lm.run import PARAMETERS, RECIPE, SESSIONS, Run
 from proteus_lm.train import setup
 from proteus_lm.train.checkpoint import check_space, load_checkpoint, newest_complete
+from proteus_lm.train.graph import GraphedPiece
 from proteus_lm.train.metrics import Metrics, Screen
 from proteus_lm.train.optimizer import decay_groups, make_optimizer
 from proteus_lm.train.ranks import Ranks
 from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe
+from proteus_lm.train.step import Piece
 from proteus_lm.train.trainer import Trainer
 
 
@@ -49,6 +51,7 @@ def train(recipe: Recipe, out: str | Path, *, resume: str = "auto", stop_at: int
     if stop_at is not None and stop_at < 1:
         raise ValueError(f"stop_at is {stop_at}; it must be at least 1, or left out to train to the recipe's end")
     device = setup.choose_device(recipe.train)
+    setup.check_graph(recipe, device)
     with setup.ambient(recipe.train, device), contextlib.ExitStack() as stack:
         trainer = _prepare(recipe, Path(out), resume, device, stack)
         trainer.go(stop_at)
@@ -82,12 +85,16 @@ def _prepare(recipe: Recipe, out: Path, resume: str, device: torch.device, stack
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     ranks.check_same(model)
     groups = decay_groups(model)
+    forward = torch.compile(model) if options.compile else model
+    piece = Piece(forward, options.precision, ranks.device)
+    if options.cuda_graph:
+        piece = GraphedPiece(forward, options.precision, ranks.device, list(model.parameters()))
     trainer = Trainer(
         recipe=recipe,
         out=out,
         ranks=ranks,
         model=model,
-        forward=torch.compile(model) if options.compile else model,
+        piece=piece,
         optimizer=make_optimizer(model, groups, options),
         groups=groups,
         loader=loader,

@@ -70,6 +70,7 @@ class TrainRecipe:
         keep: newest checkpoints that stay. log_every: steps between two lines on the console and two probes of the memory.
         tensorboard: also write RUN/tensorboard. wandb: also log to this project of Weights & Biases (extra `wandb`).
         compile: torch.compile the forward and backward pass.
+        cuda_graph: capture forward and backward of a micro-batch once and replay it, for models bound by launches (MAC).
         skip_nonfinite: on a non-finite loss or gradient leave the update out, count and report it, and go on (the schedule and the
             data advance); False = stop before the update with the batch saved.
         gradient_checkpointing: recompute each layer in the backward pass to save memory.
@@ -101,6 +102,7 @@ class TrainRecipe:
     tensorboard: bool = True
     wandb: str | None = None
     compile: bool = False
+    cuda_graph: bool = False
     skip_nonfinite: bool = False
     gradient_checkpointing: bool = False
 

@@ -51,6 +51,21 @@ def choose_device(recipe: TrainRecipe) -> torch.device:
     return device
 
 
+def check_graph(recipe: Recipe, device: torch.device) -> None:
+    """Raise RecipeError for `train.cuda_graph` where no graph can be captured."""
+    if not recipe.train.cuda_graph:
+        return
+    reason = None
+    if device.type != "cuda":
+        reason = f"the run is on {device.type}"
+    elif ProteusConfig(**recipe.model).positions == "document":
+        reason = "model.positions is 'document', and packed documents change shape from batch to batch"
+    elif recipe.train.gradient_checkpointing:
+        reason = "train.gradient_checkpointing is true, which saves random states a capture does not allow"
+    if reason:
+        raise RecipeError(f"train.cuda_graph is true, but {reason}; use train.cuda_graph=false")
+
+
 @contextlib.contextmanager
 def ambient(recipe: TrainRecipe, device: torch.device) -> Iterator[None]:
     """Threads and deterministic algorithms as the recipe says, and as they were afterwards; random generators seeded."""

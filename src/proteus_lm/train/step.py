@@ -59,21 +59,46 @@ def micro_batches(batch: Batch, *, positions: str, rows: int) -> Iterator[Inputs
         yield make_inputs(batch, positions=positions, first=first, last=first + rows)
 
 
+class Piece:
+    """Forward and backward of micro-batches: gradients are added up in `.grad`.
+
+    Args:
+        forward: the model, or what torch.compile made of it.
+        precision: fp32 | bf16 (autocast).
+    """
+
+    def __init__(self, forward: Callable[..., Any], precision: str, device: torch.device) -> None:
+        self.forward, self.precision, self.device = forward, precision, device
+
+    def __call__(self, piece: Inputs, predictions: int) -> Tensor:
+        """Sum of the losses of a micro-batch over `predictions`, nats, fp32 () on the device."""
+        boundaries = None if piece.boundaries is None else piece.boundaries.to(self.device)
+        return self.run(piece.ids.to(self.device), piece.targets.to(self.device), boundaries, predictions)
+
+    def run(self, ids: Tensor, targets: Tensor, boundaries: Tensor | None, predictions: int) -> Tensor:
+        """The same, of tensors on the device."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
+            logits = self.forward(input_ids=ids, cu_seqlens=boundaries, use_cache=False).logits
+        summed = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = summed / predictions
+        loss.backward()
+        return loss.detach()
+
+
 def forward_backward(
-    forward: Callable[..., Any],
+    run: Callable[[Inputs, int], Tensor],
     parameters: Sequence[nn.Parameter],
     batch: Batch,
     *,
     positions: str,
     rows: int,
-    precision: str,
     ranks: Ranks,
 ) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all predictions of all processes, added up in `.grad` over micro-batches.
 
     Args:
-        forward: the model, or what torch.compile made of it. parameters: its parameters.
-        rows: of one micro-batch. precision: fp32 | bf16 (autocast).
+        run: of one micro-batch. parameters: the model's.
+        rows: of one micro-batch.
 
     Returns:
         That loss, nats a token, fp32 () on the device, and the number of predictions.
@@ -82,16 +107,7 @@ def forward_backward(
     predictions = int(ranks.total(sum(piece.predictions for piece in pieces)))
     total = torch.zeros((), device=ranks.device)
     for piece in pieces:
-        with torch.autocast(ranks.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            logits = forward(
-                input_ids=piece.ids.to(ranks.device),
-                cu_seqlens=None if piece.boundaries is None else piece.boundaries.to(ranks.device),
-                use_cache=False,
-            ).logits
-        targets = piece.targets.to(ranks.device).flatten()
-        loss = cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum") / predictions
-        loss.backward()
-        total += loss.detach()
+        total += run(piece, predictions)
     gradients = [p.grad for p in parameters if p.grad is not None]
     ranks.sum_([*gradients, total])
     return total, predictions

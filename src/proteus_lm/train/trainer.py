@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from proteus_lm.train.optimizer import Groups, learning_rate, set_learning_rate
 from proteus_lm.train.ranks import Ranks
 from proteus_lm.train.recipe import Recipe
 from proteus_lm.train.signals import TrainingInterrupted, watch
-from proteus_lm.train.step import NonFiniteError, forward_backward, report_nonfinite
+from proteus_lm.train.step import NonFiniteError, Piece, forward_backward, report_nonfinite
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Trainer:
     """What a run moves (`progress`, weights, moments) and what it moves with; `proteus_lm.train.loop` puts it together.
 
     Args:
-        model: fp32 weights on the device. forward: the model, or what torch.compile made of it.
+        model: fp32 weights on the device. piece: its forward and backward.
         micro: rows of a micro-batch. probe: int64 (1, T) on the device, the window on which the memory is measured.
         metrics: None in every process but the first.
     """
@@ -42,7 +41,7 @@ class Trainer:
     out: Path
     ranks: Ranks
     model: ProteusForCausalLM
-    forward: Callable[..., Any]
+    piece: Piece
     optimizer: torch.optim.Optimizer
     groups: Groups
     loader: Loader
@@ -88,12 +87,11 @@ class Trainer:
         rate = learning_rate(options, step)
         set_learning_rate(self.optimizer, rate)
         loss, predictions = forward_backward(
-            self.forward,
+            self.piece,
             list(self.model.parameters()),
             batch,
             positions=self.model.config.positions,
             rows=self.micro,
-            precision=options.precision,
             ranks=self.ranks,
         )
         if step == 1:
@@ -109,7 +107,7 @@ class Trainer:
             self.optimizer.step()
         else:
             self._nonfinite(step, batch, loss_value, norm_value)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not options.cuda_graph)
         progress.step, progress.tokens = step, progress.tokens + predictions
         self._tokens_since += predictions
         record = {"step": step, "loss": loss_value, "perplexity": perplexity(loss_value), "lr": rate, "gradient_norm": norm_value}

@@ -17,7 +17,6 @@ from proteus_lm.evals.long_context import (
     load_haystack,
     readable,
     score_of,
-    tokenizer_hash,
 )
 from proteus_lm.evals.suite import MissingData, Score, SuiteOptions, SuiteResult
 
@@ -64,7 +63,7 @@ def _run(model: LanguageModel, scatter: Scatter, length: int, count: int, option
     recipes = []
     if not reason:
         tokens = partial(count_tokens, model.tokenizer)
-        recipes = samples(scatter, count, length, tokens, tokenizer_hash(model.tokenizer), Store(options.cache))
+        recipes = samples(scatter, count, length, tokens, model.tokenizer_hash, Store(options.cache))
         if not recipes:
             reason = f"no story of {scatter.task} has room for its facts in {length} tokens; ask for more"
     if reason:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from proteus_lm.evals.completion.items import SETS, load_items
 from proteus_lm.evals.completion.prompts import TOKENS_TO_GENERATE, VERSION, Builder, prompts
-from proteus_lm.evals.long_context import Answered, Question, Store, ask, count_tokens, readable, score_of, tokenizer_hash
+from proteus_lm.evals.long_context import Answered, Question, Store, ask, count_tokens, readable, score_of
 from proteus_lm.evals.suite import MissingData, Score, SuiteOptions, SuiteResult
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _run(model: LanguageModel, builder: Builder, length: int, count: int, option
     recipes = []
     if not reason:
         tokens = partial(count_tokens, model.tokenizer)
-        recipes = prompts(builder, count, length, tokens, tokenizer_hash(model.tokenizer), Store(options.cache))
+        recipes = prompts(builder, count, length, tokens, model.tokenizer_hash, Store(options.cache))
         if not recipes:
             reason = f"no answer of {name} has room in {length} tokens; ask for more"
     if reason:

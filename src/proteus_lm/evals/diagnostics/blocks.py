@@ -76,10 +76,12 @@ def unit_rows(mixer: Mixer, state: Any) -> Tensor | None:
     memory = _titans(state)
     weights = mixer.weights_now(memory)
     deltas = [w - w0 for w, w0 in zip(weights, _initial(mixer))]
-    if len(deltas) == 1:
-        return deltas[0]
-    inner = [part for d in deltas[1:-1] for part in (d.tril(), d.triu(1).transpose(-1, -2))]
-    return torch.cat([deltas[0].transpose(-1, -2), *inner, deltas[-1]], -1)
+    rows = []
+    for place, delta in zip(mixer.places, deltas):
+        outward, inward = (delta.tril(), delta.triu(1)) if place == "inner" else (delta, delta)
+        rows += [outward] if place != "first" else []
+        rows += [inward.transpose(-1, -2)] if place != "last" else []
+    return torch.cat(rows, -1)
 
 
 def effective_rank(matrix: Tensor) -> Tensor:
@@ -218,13 +220,11 @@ def _emptied(mixer: TitansMemory, memory: TitansState, schedule: ActivationSched
     first, last = schedule.block_bounds(mixer.units)[block]
     unit = torch.arange(mixer.units, device=memory.weights[0].device)
     weights, momentum = [], []
-    depth = len(memory.weights)
-    for i, (w, w0, m) in enumerate(zip(memory.weights, _initial(mixer), memory.momentum)):
-        rows, columns = i > 0 or depth == 1, i < depth - 1  # which sides are hidden units
-        if rows and columns:  # the later of the two units owns the entry
+    for place, w, w0, m in zip(mixer.places, memory.weights, _initial(mixer), memory.momentum):
+        if place == "inner":  # the later of the two units owns the entry
             owner = torch.maximum(unit[:, None], unit[None])
         else:
-            owner = unit[:, None].expand(*w.shape[-2:]) if rows else unit[None].expand(*w.shape[-2:])
+            owner = (unit[:, None] if place == "last" else unit[None]).expand(*w.shape[-2:])
         inside = (owner >= first) & (owner < last)
         weights.append(torch.where(inside, w0.to(w.dtype), w))
         momentum.append(torch.where(inside, torch.zeros_like(m), m))

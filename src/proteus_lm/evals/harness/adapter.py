@@ -6,10 +6,13 @@ Face model is touched. The harness sees no limit of tokens and cuts nothing: `La
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import TemplateLM
+
+from proteus_lm.evals.long_context.tokens import encode_all
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -34,6 +37,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.model, self.tokenizer = model, model.tokenizer
         self.cut: set[Any] = set()
+        self._known: dict[str, list[int]] = {}
 
     @property
     def eot_token_id(self) -> int:
@@ -52,15 +56,33 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text, as the harness's Hugging Face model makes them: special tokens as the tokenizer likes, and not twice."""
-        if add_special_tokens is None and string.startswith(str(self.tokenizer.decode([self.prefix_token_id]))):
-            add_special_tokens = False
+        if add_special_tokens is None:
+            if string in self._known:
+                return list(self._known[string])
+            if string.startswith(self._prefix):
+                add_special_tokens = False
         options: dict[str, Any] = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer.encode(string, **options))
+
+    @cached_property
+    def _prefix(self) -> str:
+        return str(self.tokenizer.decode([self.prefix_token_id]))
+
+    def _encode_together(self, requests: list[Instance]) -> dict[str, list[int]]:
+        """Ids of the texts that the harness will ask for one by one: each context without its last spaces, and each whole."""
+        pairs: list[tuple[str, ...]] = [request.args for request in requests]
+        texts = {text for pair in pairs if pair[0] for text in (pair[0].rstrip(), pair[0] + pair[1])}
+        alike = sorted(text for text in texts if text and not text.startswith(self._prefix))
+        return dict(zip(alike, encode_all(self.tokenizer, alike)))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """As the harness: (log p of the continuation in nats, whether greedy decoding gives it) of each (context, continuation)."""
         self._asked = [request.doc_id for request in requests]
-        return super().loglikelihood(requests, disable_tqdm=True)
+        self._known = self._encode_together(requests)
+        try:
+            return super().loglikelihood(requests, disable_tqdm=True)
+        finally:
+            self._known = {}
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any

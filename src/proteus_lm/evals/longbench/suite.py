@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from proteus_lm.evals.language_model import LanguageModel
 
 VERSION = "1"
-_HUB = "Xnhyacinth/LongBench"  # LongBench's rows as Parquet; its own hub set is a script, which `datasets` 4 does not run
+_HUB = "Xnhyacinth/LongBench"  # LongBench's prompts as Parquet; its own hub set is a script, which `datasets` 4 does not run
 _FIELDS = ("context", "answers")
 
 
@@ -134,9 +134,16 @@ def _run(
 
 def _questions(one: LongBenchSet, rows: Rows) -> Iterator[Question]:
     for index, row in enumerate(rows.rows):
-        asked = row.get("input", row.get("question")) or ""
         about = {"task": one.name, "index": index, "id": row.get("_id")}
-        yield Question(one.prompt.format(context=row["context"], input=asked), tuple(row["answers"]), about)
+        yield Question(_prompt(one, row), tuple(row["answers"]), about)
+
+
+def _prompt(one: LongBenchSet, row: dict[str, Any]) -> str:
+    """LongBench's prompt of a row; the hub's rows carry it already, cut in three (context, question, answer_prefix)."""
+    asked = row.get("input", row.get("question")) or ""
+    if "answer_prefix" in row and row["context"].startswith(one.prompt.partition("{context}")[0]):
+        return f"{row['context']}{asked}{row['answer_prefix']}"
+    return one.prompt.format(context=row["context"], input=asked)
 
 
 def _score(one: LongBenchSet, text: str, answers: tuple[str, ...], row: dict[str, Any]) -> float:

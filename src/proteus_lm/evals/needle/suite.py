@@ -17,7 +17,6 @@ from proteus_lm.evals.long_context import (
     load_haystack,
     readable,
     score_of,
-    tokenizer_hash,
 )
 from proteus_lm.evals.needle.samples import VERSION, Kitchen, samples
 from proteus_lm.evals.needle.tasks import PAPER_NAMES, TASKS, TOKENS_TO_GENERATE, string_match_all
@@ -79,7 +78,7 @@ def _run(model: LanguageModel, kitchen: Kitchen, length: int, count: int, option
     if reason:
         return Score.not_run(name, metric, reason, version=version, data=data), []
     tokens = partial(count_tokens, model.tokenizer)
-    recipes = samples(kitchen, count, length, tokens, tokenizer_hash(model.tokenizer), Store(options.cache))
+    recipes = samples(kitchen, count, length, tokens, model.tokenizer_hash, Store(options.cache))
     answers, truncated = ask(
         model,
         map(kitchen.question, recipes),

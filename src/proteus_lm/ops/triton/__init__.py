@@ -17,8 +17,10 @@ from proteus_lm.activation import Activation
 from proteus_lm.ops.state import SWLAState
 
 OPERATIONS = ("retention", "swla", "delta_rule", "gated_delta_rule", "comba")
-UNCHECKED = {"swla": "its last form has been timed on a GPU, not checked there; ask for it by name"}
-"""Operations that `auto` leaves to the chunk form until benchmarks/ops.py has found them right."""
+UNCHECKED = {
+    "swla": "its gradient kernels changed since they were last checked on a GPU (results/ops-tuning.md); ask for it by name",
+}
+"""Operations that `auto` leaves to PyTorch, whose decoding kernel does not run either, until benchmarks/ops.py finds them right."""
 MAX_KEYS, MAX_VALUES = 256, 512
 MAX_KEYS_FLOAT = 128  # beyond, fp32 spills so much that compiling alone takes minutes
 
@@ -61,10 +63,14 @@ def refuse_step(operation: str, tensors: tuple[Tensor, ...], state: Tensor, read
     """Why the decoding kernel does not take a step of `operation`, or None.
 
     Args:
-        tensors: q, k, v first.  state: (N, H, K, V).  read: "post" or "pre".
+        tensors: those of the step, in the order of its signature.  state: (N, H, K, V).  read: "post" or "pre".
     """
-    if operation not in OPERATIONS or operation == "swla" or read != "post":
+    if operation not in OPERATIONS or read != "post":
         return f"no decoding kernel for {operation} with read {read!r}"
+    if operation in UNCHECKED:
+        return UNCHECKED[operation]
+    if operation == "swla" and tensors[3].shape[-1] != 2:
+        return f"a window of {tensors[3].shape[-1]} tokens; the decoding kernel is for 2"
     if not state.is_cuda or not installed():
         return "the decoding kernels need CUDA and the package triton"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, state)):
@@ -252,3 +258,27 @@ def comba_step(
 ) -> tuple[Tensor, Tensor]:
     """One token of `comba` for inference; see `retention_step`."""
     return _step("comba", q, k, v, p, g, beta, state, active, axis, scale, inplace)
+
+
+def swla_step(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    gamma: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    state: Tensor,
+    *,
+    active: Tensor | None = None,
+    axis: str = "key",
+    scale: float | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token of `swla` with c = 2 for inference, on the matrix alone; see `retention_step`.
+
+    Args:
+        v: (N, H, V), only its type is used: that of the output.
+        gamma: (N, H, 2).  keys, values: (N, 2, H, D), the token before first.  state: fp32 (N, H, K, V), an `SWLAState`'s matrix.
+    """
+    out, state = _step("swla", q, keys, values, None, g, gamma, state, active, axis, scale, inplace)
+    return out.to(v.dtype), state

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201 -- kernels: their arguments are pointers, tiles and constants, which Triton types itself
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Backward kernels of the linear memories. Notation of `forward.py`; d marks a gradient, dS that of the state after the chunk.
 
     dfresh = attend^T do + e^(total - G) k dS;  dv = (solve beta)^T dfresh   (without DELTA: dv = dfresh)
@@ -8,6 +8,8 @@
     dk = e^(total - G) fresh dS^T + [do fresh^T]^T q - [dv fresh^T]^T p     ([]: lower triangle times its decay, times scale for do)
     dbeta = (dv / beta) . (fresh / beta)
 q, k, p meet the log decay only as e^G q, e^P p, e^-G k, so dG = q.dq - k.dk, dP = p.dp, and dtotal = <dS, S after the chunk>.
+With WINDOW, less the diagonal (a token with itself, which no decay meets): dP = q.dq, dR = -k.dk, domega = -dR / omega, and
+`reopened` adds what a pair wrote again behind an unlock.
 `reverse` is the one walk, from the last chunk to the first; `gradients` does everything else, all chunks at once.
 Each product is made the way round it is needed: Triton 3.4 to 3.7.0 miscompiles a transposed accumulator as an operand on Hopper.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proteus_lm.ops.triton.forward import carry_in, carry_out, fade, fetch, project, put, write
+from proteus_lm.ops.triton.forward import at_least, carry_in, carry_out, fade, fetch, project, put, row_of, write
 
 
 @triton.jit
@@ -25,11 +27,11 @@ def reverse(
     q, k, p, gates, solve, attend, chunks, documents, do, dfinal, dv, dstates, dinitial, scale, N,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr,
     TILES: tl.constexpr, DELTA: tl.constexpr, HAS_P: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One document, one head, BV value columns, last chunk first.
 
-    dstates: (chunks, H, V, K), dS after each chunk.  dinitial, dfinal: fp32 (N, H, K, V).
+    dstates: (chunks, H, V, K), dS after each chunk, as `states` of `scan`.  dinitial, dfinal: fp32 (N, H, K, V).
     """
     lane = tl.program_id(0) % (N * H)
     tile = tl.program_id(0) // (N * H)
@@ -55,44 +57,62 @@ def reverse(
     first = tl.load(table)
     if VALUE:
         opens = tl.load(table + 2 + tile * (BV // 16))
+        if WINDOW:
+            opens = tl.maximum(opens - 1, first)
         for c in range(first, opens):
-            start = tl.load(chunks + c * 4).to(tl.int64)
-            here = o < tl.load(chunks + c * 4 + 1)
+            start = tl.load(chunks + c * 5).to(tl.int64)
+            here = o < tl.load(chunks + c * 5 + 1)
             at = ((start + o) * H + h)[None, :] * V + column[:, None]
             tl.store(dv + at, tl.zeros([BV, C], dtype), mask=here[None, :] & (column < V)[:, None])
         first = opens
     high = tl.load(table + 1)
+    start, count, opened = row_of(chunks, high - 1, first < high)
     for phase in tl.static_range(0, NK):
         low = first
         if NK - phase > 1:
             low = tl.load(table + 2 + (NK - phase - 1) * (KT // 16))
+            if WINDOW:
+                low = tl.maximum(low - 1, first)
         for i in tl.range(0, high - low, num_stages=STAGES):
             c = high - 1 - i
-            start = tl.load(chunks + c * 4).to(tl.int64)
-            here = o < tl.load(chunks + c * 4 + 1)
-            width = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
-            place = start * H + h
+            tokens = count
+            here = o < tokens
+            width = opened // ALIGN * ALIGN
+            place = start.to(tl.int64) * H + h
+            start, count, opened = row_of(chunks, c - 1, c > first)
             keys = width if KEY else K
             values = width if VALUE else V
             slot = c * H + h
             factor = tl.exp(tl.load(gates + slot * 6 * C + 4 * C - 1))
+            soon = width
+            fresh_factor = factor
+            reach = width
+            if WINDOW and (KEY or VALUE):
+                soon = tl.load(chunks + c * 5 + 4) // ALIGN * ALIGN
+                reach = tl.maximum(width, soon)
+                if HAS_INITIAL:
+                    end = gates + slot * 6 * C + tokens - 1
+                    fresh_factor = tl.exp(tl.load(end + 3 * C) - tl.load(end + 4 * C))
+            reach_k = reach if KEY else K
+            reach_v = reach if VALUE else V
             k0, k1, k2, k3 = fetch(k + place * K, o * H, here, keys, K, KT, NK - phase)
-            put(dstates + slot * V * K, s0, s1, s2, s3, column, K, V, KT, NK - phase)
+            put(dstates + slot * V * K, s0, s1, s2, s3, column, reach_k, reach_v, K, KT, NK - phase)
             at = (o * H)[None, :] * V + column[:, None]
             square = o[:, None] * C + o[None, :]
-            dy = tl.load(do + place * V + at, mask=here[None, :] & (column < values)[:, None], other=0.0)
+            turned = (o * H)[:, None] * V + column[None, :]
+            dy = tl.trans(tl.load(do + place * V + turned, mask=here[:, None] & (column < values)[None, :], other=0.0))
             du = project(s0, s1, s2, s3, k0, k1, k2, k3, NK - phase, PRECISION)
             du *= tl.load(gates + slot * 6 * C + C + o)[None, :]
             du = tl.dot(dy, tl.load(attend + slot * C * C + square), du, input_precision=PRECISION)
             if VALUE:
                 du = tl.where((column < values)[:, None], du, 0.0)
-            s0 = fade(s0, factor, column, 0, width, KT, KEY, VALUE, HAS_INITIAL)
+            s0 = fade(s0, factor, fresh_factor, column, 0, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if NK - phase > 1:
-                s1 = fade(s1, factor, column, KT, width, KT, KEY, VALUE, HAS_INITIAL)
+                s1 = fade(s1, factor, fresh_factor, column, KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if NK - phase > 2:
-                s2 = fade(s2, factor, column, 2 * KT, width, KT, KEY, VALUE, HAS_INITIAL)
+                s2 = fade(s2, factor, fresh_factor, column, 2 * KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if NK - phase > 3:
-                s3 = fade(s3, factor, column, 3 * KT, width, KT, KEY, VALUE, HAS_INITIAL)
+                s3 = fade(s3, factor, fresh_factor, column, 3 * KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             q0, q1, q2, q3 = fetch(q + place * K, o * H, here, keys, K, KT, NK - phase)
             asked = dy.to(tl.float32) * tl.load(gates + slot * 6 * C + o)[None, :]
             s0, s1, s2, s3 = write(s0, s1, s2, s3, asked, q0, q1, q2, q3, NK - phase, PRECISION)
@@ -123,8 +143,8 @@ def columns_of(x, token, here, v0, values, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def wrote_before(pairs, late, early, C: tl.constexpr, DIAGONAL: tl.constexpr, TURNED: tl.constexpr):
-    """pairs times the decay e^(late_r - early_j) where token j wrote before token r read (or is r); zero elsewhere.
+def wrote_before(pairs, late, early, C: tl.constexpr, DIAGONAL: tl.constexpr, TURNED: tl.constexpr, HAS_G: tl.constexpr):
+    """pairs times the decay e^(late_r - early_j), if any, where token j wrote before token r read (or is r); zero elsewhere.
 
     Rows are r and columns j, or the other way round where TURNED.
     """
@@ -136,28 +156,43 @@ def wrote_before(pairs, late, early, C: tl.constexpr, DIAGONAL: tl.constexpr, TU
     else:
         seen = rows >= columns if DIAGONAL else rows > columns
         gap = late[:, None] - early[None, :]
-    return tl.where(seen, pairs * tl.exp(tl.where(seen, gap, 0.0)), 0.0)
+    if HAS_G:
+        pairs *= tl.exp(tl.where(seen, gap, 0.0))
+    return tl.where(seen, pairs, 0.0)
+
+
+@triton.jit
+def state_tile(states, row, keys, v0, values, K: tl.constexpr, BV: tl.constexpr):
+    """Columns v0 .. v0 + BV of a chunk's state (V, K) in the key rows `row`: (BV, KT), zero where locked."""
+    column = v0 + tl.arange(0, BV)
+    mask = (column < values)[:, None] & (row < keys)[None, :]
+    return tl.load(states + column[:, None] * K + row[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def gradients(
-    q, k, p, gates, chunks, do, fresh, states, dstates, dq, dk, dp, dv, dg, dbeta, scale,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, BV: tl.constexpr,
+    q, k, p, gates, chunks, do, fresh, states, dstates, dq, dk, dp, dv, dg, dbeta, scale, span,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, HAS_G: tl.constexpr, HAS_P: tl.constexpr, DECAYED: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: gradients of q, k, p, g, beta; zeros in locked coordinates, those of v included.
+    """One of NT tiles of KT key rows of one chunk of one head: gradients of q, k, p, g, beta; zeros in locked coordinates.
 
-    dg, dbeta: fp32 (tokens, H). fresh is v without DELTA. With V <= BV everything is read from memory once; else do, fresh and dv
-    are read again for each tile of key rows.
+    dg: fp32 (NT, tokens, H), each tile's part, `span` = tokens H apart; dbeta (tokens, H). fresh is v without DELTA.
+    With WINDOW dbeta is dgamma (NT, tokens, H, 2), and what a document's first token does to the state handed in (dg, the second
+    dgamma) is left alone: see window.py. A shut tile's part of dg and dgamma is left alone too: zeros must stand there.
+    The tiles of a chunk are neighbours, so that do, fresh and dv come from memory once and from the cache after. With V <= BV every
+    load is on its way before the first product waits for one.
     """
-    c = (tl.program_id(0) // H).to(tl.int64)
-    h = tl.program_id(0) % H
-    start = tl.load(chunks + c * 4).to(tl.int64)
-    count = tl.load(chunks + c * 4 + 1)
+    tile = tl.program_id(0) % NT
+    c = (tl.program_id(0) // (NT * H)).to(tl.int64)
+    h = (tl.program_id(0) // NT) % H
+    start = tl.load(chunks + c * 5).to(tl.int64)
+    count = tl.load(chunks + c * 5 + 1)
     if count == 0:
         return
-    width = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
+    width = tl.multiple_of(tl.load(chunks + c * 5 + 2), ALIGN)
     keys = width if KEY else K
     values = width if VALUE else V
     dtype: tl.constexpr = q.dtype.element_ty
@@ -167,39 +202,51 @@ def gradients(
     token = o * H
     first = start * H + h
     slot = c * H + h
-    q += first * K
-    k += first * K
-    p += first * K
-    dq += first * K
-    dk += first * K
+    row = tile * KT + tl.arange(0, KT)
+    at = first * K + token[:, None] * K + row[None, :]
+    inside = here[:, None] & (row < K)[None, :]
+    if KEY:
+        zero = tl.zeros([C, KT], dtype)
+        if tile * KT >= keys:
+            tl.store(dq + at, zero, mask=inside)
+            tl.store(dk + at, zero, mask=inside)
+            if HAS_P:
+                tl.store(dp + at, zero, mask=inside)
+            return
+    mask = here[:, None] & (row < keys)[None, :]
     do += first * V
     dv += first * V
     fresh += first * V
     states += slot * V * K
     dstates += slot * V * K
-    if HAS_P:
-        dp += first * K
+    dg += tile * span
     gate = gates + slot * 6 * C
     running = tl.load(gate + 3 * C + o)
     before = running
-    if DELTA:
+    if WINDOW or (DELTA and HAS_G and not DECAYED):
         before = tl.load(gate + 4 * C + o)
+    late = before if WINDOW else running  # the log decay with which a token reads
+    if WINDOW:
+        dbeta += tile * span * 2
+        own = tl.load(gate + 5 * C + o)
+        follows = tl.exp(running - before)
+        omega = at_least(own * follows + tl.load(gate + 2 * C + o), FLOOR)
 
-    diagonal = o
-    if ONE:  # each product is finished before the next starts: accumulators are what this kernel is short of
+    x_q = tl.zeros([C, KT], tl.float32)
+    x_k = tl.zeros([C, KT], tl.float32)
+    x_p = tl.zeros([C, KT], tl.float32)
+    held = 0.0
+    if ONE:
         b_do = columns_of(do, token, here, 0, values, V, BV)
         b_u = columns_of(fresh, token, here, 0, values, V, BV)
-        asked = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
-        b_asked = (wrote_before(asked, running, running, C, True, False) * scale).to(dtype)
-        asked_t = tl.dot(b_u, tl.trans(b_do), input_precision=PRECISION)
-        b_asked_t = (wrote_before(asked_t, running, running, C, True, True) * scale).to(dtype)
         if DELTA:
             b_e = columns_of(dv, token, here, 0, values, V, BV)
-            missed = tl.dot(b_e, tl.trans(b_u), input_precision=PRECISION)
-            diagonal = tl.sum(tl.where(o[:, None] == o[None, :], missed, 0.0), 1)
-            b_missed = (-wrote_before(missed, before, running, C, False, False)).to(dtype)
-            missed_t = tl.dot(b_u, tl.trans(b_e), input_precision=PRECISION)
-            b_missed_t = (-wrote_before(missed_t, before, running, C, False, True)).to(dtype)
+        b_s = state_tile(states, row, keys, 0, values, K, BV)
+        b_ds = state_tile(dstates, row, keys, 0, values, K, BV)
+        b_q = tl.load(q + at, mask=mask, other=0.0)
+        b_k = tl.load(k + at, mask=mask, other=0.0)
+        if HAS_G:
+            held = tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
     else:
         asked = tl.zeros([C, C], tl.float32)
         asked_t = tl.zeros([C, C], tl.float32)
@@ -208,100 +255,152 @@ def gradients(
         for v0 in tl.range(0, values, BV, num_stages=1):
             b_do = columns_of(do, token, here, v0, values, V, BV)
             b_u = columns_of(fresh, token, here, v0, values, V, BV)
+            b_s = state_tile(states, row, keys, v0, values, K, BV)
+            b_ds = state_tile(dstates, row, keys, v0, values, K, BV)
             asked = tl.dot(b_do, tl.trans(b_u), asked, input_precision=PRECISION)
             asked_t = tl.dot(b_u, tl.trans(b_do), asked_t, input_precision=PRECISION)
+            x_q = tl.dot(b_do, b_s, x_q, input_precision=PRECISION)
+            x_k = tl.dot(b_u, b_ds, x_k, input_precision=PRECISION)
             if DELTA:
                 b_e = columns_of(dv, token, here, v0, values, V, BV)
                 missed = tl.dot(b_e, tl.trans(b_u), missed, input_precision=PRECISION)
                 missed_t = tl.dot(b_u, tl.trans(b_e), missed_t, input_precision=PRECISION)
-        b_asked = (wrote_before(asked, running, running, C, True, False) * scale).to(dtype)
-        b_asked_t = (wrote_before(asked_t, running, running, C, True, True) * scale).to(dtype)
-        if DELTA:
-            diagonal = tl.sum(tl.where(o[:, None] == o[None, :], missed, 0.0), 1)
-            b_missed = (-wrote_before(missed, before, running, C, False, False)).to(dtype)
-            b_missed_t = (-wrote_before(missed_t, before, running, C, False, True)).to(dtype)
-    if DELTA:
-        strength = tl.load(gate + 5 * C + o)
-        tl.store(dbeta + first + token, diagonal / strength / strength, mask=here)
-
-    d_running = tl.zeros([C], tl.float32)
-    d_before = tl.zeros([C], tl.float32)
-    d_total = tl.zeros([KT], tl.float32)
-    for k0 in tl.range(0, keys, KT, num_stages=1):
-        row = k0 + tl.arange(0, KT)
-        x_q = tl.zeros([C, KT], tl.float32)
-        x_k = tl.zeros([C, KT], tl.float32)
-        x_p = tl.zeros([C, KT], tl.float32)
-        held = tl.zeros([KT], tl.float32)
-        if ONE:
-            col = tl.arange(0, BV)
-            place = col[:, None] * K + row[None, :]
-            inside = (col < values)[:, None] & (row < keys)[None, :]
-            b_s = tl.load(states + place, mask=inside, other=0.0)
-            b_ds = tl.load(dstates + place, mask=inside, other=0.0)
+                x_p = tl.dot(b_e, b_s, x_p, input_precision=PRECISION)
             if HAS_G:
-                held = tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
-            x_q = tl.dot(b_do, b_s, input_precision=PRECISION)
-            x_k = tl.dot(b_u, b_ds, input_precision=PRECISION)
-            if DELTA:
-                x_p = tl.dot(b_e, b_s, input_precision=PRECISION)
-        else:
-            for v0 in tl.range(0, values, BV, num_stages=1):
-                col = v0 + tl.arange(0, BV)
-                place = col[:, None] * K + row[None, :]
-                inside = (col < values)[:, None] & (row < keys)[None, :]
-                b_s = tl.load(states + place, mask=inside, other=0.0)
-                b_ds = tl.load(dstates + place, mask=inside, other=0.0)
-                if HAS_G:
-                    held += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0)
-                x_q = tl.dot(columns_of(do, token, here, v0, values, V, BV), b_s, x_q, input_precision=PRECISION)
-                x_k = tl.dot(columns_of(fresh, token, here, v0, values, V, BV), b_ds, x_k, input_precision=PRECISION)
-                if DELTA:
-                    x_p = tl.dot(columns_of(dv, token, here, v0, values, V, BV), b_s, x_p, input_precision=PRECISION)
-        at = token[:, None] * K + row[None, :]
-        mask = here[:, None] & (row < keys)[None, :]
-        inside = here[:, None] & (row < K)[None, :]
+                held += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
         b_q = tl.load(q + at, mask=mask, other=0.0)
         b_k = tl.load(k + at, mask=mask, other=0.0)
-        x_q = tl.dot(b_asked, b_k, x_q * tl.load(gate + o)[:, None], input_precision=PRECISION)
-        tl.store(dq + at, x_q.to(dtype), mask=inside)
-        x_k *= tl.load(gate + C + o)[:, None]
-        if HAS_G:
-            d_total += held * tl.exp(tl.load(gate + 4 * C - 1)) + tl.sum(x_k * b_k.to(tl.float32), 0)
-            d_running += tl.sum(x_q * b_q.to(tl.float32), 1)
-        x_k = tl.dot(b_asked_t, b_q, x_k, input_precision=PRECISION)
-        if DELTA:
-            b_p = b_k
-            if HAS_P:
-                b_p = tl.load(p + at, mask=mask, other=0.0)
-            x_k = tl.dot(b_missed_t, b_p, x_k, input_precision=PRECISION)
-            x_p = tl.dot(b_missed, b_k, x_p * -tl.load(gate + 2 * C + o)[:, None], input_precision=PRECISION)
-            if HAS_G:
-                d_before += tl.sum(x_p * b_p.to(tl.float32), 1)
-        if HAS_G:
-            d_running -= tl.sum(x_k * b_k.to(tl.float32), 1)
-        if DELTA:
-            if HAS_P:
-                tl.store(dp + at, x_p.to(dtype), mask=inside)
-            else:
-                x_k += x_p
-        tl.store(dk + at, x_k.to(dtype), mask=inside)
-    if KEY:
-        for k0 in range((keys + KT - 1) // KT * KT, K, KT):
-            row = k0 + tl.arange(0, KT)
-            at = token[:, None] * K + row[None, :]
-            inside = here[:, None] & (row < K)[None, :]
-            zero = tl.zeros([C, KT], dtype)
-            tl.store(dq + at, zero, mask=inside)
-            tl.store(dk + at, zero, mask=inside)
-            if HAS_P:
-                tl.store(dp + at, zero, mask=inside)
+
+    same = o[:, None] == o[None, :]
+    if ONE:  # each product is made where it is used: accumulators are what this kernel is short of
+        asked = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
+    pairs = wrote_before(asked, late, running, C, not WINDOW, False, HAS_G) * scale
+    if WINDOW:
+        near = tl.sum(tl.where(same, asked, 0.0), 1) * scale
+        pairs *= omega[None, :]
+    d_read = tl.zeros([C], tl.float32)  # of the log decays a token reads with, writes with, predicts with
+    d_write = tl.zeros([C], tl.float32)
+    b_pairs = pairs.to(dtype)
+    if ONE:
+        x_q = tl.dot(b_do, b_s, input_precision=PRECISION)
+    x_q = tl.dot(b_pairs, b_k, x_q * tl.load(gate + o)[:, None], input_precision=PRECISION)
     if HAS_G:
-        if DELTA and DECAYED:
-            d_running += d_before
-        later = o[:, None] <= o[None, :]
-        d_g = tl.sum(tl.where(later, d_running[None, :], 0.0), 1) + tl.sum(d_total, 0)
-        if DELTA and not DECAYED:
-            later = o[:, None] < o[None, :]
-            d_g += tl.sum(tl.where(later, d_before[None, :], 0.0), 1)
+        d_read = tl.sum(x_q * b_q.to(tl.float32), 1)
+    if WINDOW:
+        x_q += (own * near)[:, None] * b_k.to(tl.float32)
+    tl.store(dq + at, x_q.to(dtype), mask=inside)
+
+    if ONE:
+        asked_t = tl.dot(b_u, tl.trans(b_do), input_precision=PRECISION)
+    pairs = wrote_before(asked_t, late, running, C, not WINDOW, True, HAS_G) * scale
+    if WINDOW:
+        pairs *= omega[:, None]
+    b_pairs = pairs.to(dtype)
+    if ONE:
+        x_k = tl.dot(b_u, b_ds, input_precision=PRECISION)
+    x_k *= tl.load(gate + C + o)[:, None]
+    d_total = tl.sum(x_k * b_k.to(tl.float32), 1)
+    x_k = tl.dot(b_pairs, b_q, x_k, input_precision=PRECISION)
+    if WINDOW:
+        # From the same rounded products as d_read: where all decays nearly to nothing, dg is the difference of the two.
+        d_write = -tl.sum(x_k * b_k.to(tl.float32), 1)
+        d_omega = -d_write / omega
+        x_k += (own * near)[:, None] * b_q.to(tl.float32)
+        scores = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+        tl.store(dbeta + (first + token) * 2, near * scores + follows * d_omega, mask=here)
+        here = o < tl.where(tl.load(chunks + c * 5 + 4) > 0, count, count - 1)
+        first += H  # the token after has the decay and the second weight that a pair meets
+        tl.store(dbeta + (first + token) * 2 + 1, d_omega, mask=here)
+    if DELTA:
+        b_p = b_k
+        if HAS_P:
+            b_p = tl.load(p + at, mask=mask, other=0.0)
+        if ONE:
+            missed_t = tl.dot(b_u, tl.trans(b_e), input_precision=PRECISION)
+        b_pairs = (-wrote_before(missed_t, before, running, C, False, True, HAS_G)).to(dtype)
+        x_k = tl.dot(b_pairs, b_p, x_k, input_precision=PRECISION)
+        if ONE:
+            missed = tl.dot(b_e, tl.trans(b_u), input_precision=PRECISION)
+        if tile == 0:
+            strength = tl.load(gate + 5 * C + o)
+            diagonal = tl.sum(tl.where(same, missed, 0.0), 1)
+            tl.store(dbeta + first + token, diagonal / strength / strength, mask=here)
+        b_pairs = (-wrote_before(missed, before, running, C, False, False, HAS_G)).to(dtype)
+        if ONE:
+            x_p = tl.dot(b_e, b_s, input_precision=PRECISION)
+        x_p = tl.dot(b_pairs, b_k, x_p * -tl.load(gate + 2 * C + o)[:, None], input_precision=PRECISION)
+        d_before = tl.sum(x_p * b_p.to(tl.float32), 1)
+        if HAS_G:
+            d_write = -tl.sum(x_k * b_k.to(tl.float32), 1)
+        if HAS_P:
+            tl.store(dp + at, x_p.to(dtype), mask=inside)
+        else:
+            x_k += x_p
+    elif HAS_G and not WINDOW:
+        d_write = -tl.sum(x_k * b_k.to(tl.float32), 1)
+    tl.store(dk + at, x_k.to(dtype), mask=inside)
+
+    if HAS_G:
+        # A token's decay moves every log decay from its own on; those that start behind a token's decay, from the next on.
+        upto = d_write
+        behind = d_read
+        if not WINDOW:
+            upto += d_read
+        if DELTA:
+            if DECAYED:
+                upto += d_before
+            else:
+                behind = d_before
+        held = held * tl.exp(tl.load(gate + 4 * C - 1)) + tl.sum(d_total, 0)
+        d_g = tl.cumsum(upto, 0, reverse=True) + held
+        if WINDOW or (DELTA and not DECAYED):
+            d_g += tl.cumsum(behind, 0, reverse=True) - behind
+        if WINDOW:
+            d_g += own * follows * d_omega
         tl.store(dg + first + token, d_g, mask=here)
+
+
+@triton.jit
+def reopened(
+    k, v, g, gamma, chunks, states, dstates, dk, dv, dg, dgamma,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KEY: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
+    """Behind `gradients`, one chunk of one head of sliding-window attention that an unlock follows: the part of its last pair.
+
+    Behind the unlock the rows (or columns) that opened hold e^g S + gamma1 k v^T of that pair, g and gamma1 of the token after.
+    """
+    c = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    width = tl.load(chunks + c * 5 + 2)
+    soon = tl.load(chunks + c * 5 + 4)
+    if soon <= width:
+        return
+    after = (tl.load(chunks + c * 5).to(tl.int64) + tl.load(chunks + c * 5 + 1)) * H + h
+    last = after - H
+    weight = tl.load(gamma + after * 2 + 1).to(tl.float32)
+    row = tl.arange(0, BK)
+    rows = (row >= width) & (row < soon) if KEY else row < K
+    b_k = tl.load(k + last * K + row, mask=rows, other=0.0).to(tl.float32)
+    d_k = tl.zeros([BK], tl.float32)
+    held = tl.zeros([BK], tl.float32)
+    base = (c * H + h) * V * K
+    for v0 in range(0, V, BV):
+        column = v0 + tl.arange(0, BV)
+        columns = column < V if KEY else (column >= width) & (column < soon)
+        at = base + column[:, None] * K + row[None, :]
+        mask = columns[:, None] & rows[None, :]
+        b_ds = tl.load(dstates + at, mask=mask, other=0.0).to(tl.float32)
+        b_v = tl.load(v + last * V + column, mask=columns, other=0.0).to(tl.float32)
+        d_k += tl.sum(b_ds * b_v[:, None], 0)
+        d_v = tl.load(dv + last * V + column, mask=columns, other=0.0).to(tl.float32)
+        d_v += tl.sum(b_ds * b_k[None, :], 1) * weight
+        tl.store(dv + last * V + column, d_v.to(dv.dtype.element_ty), mask=columns)
+        if CARRIED:
+            held += tl.sum(b_ds * tl.load(states + at, mask=mask, other=0.0).to(tl.float32), 0)
+    d_weight = tl.load(dgamma + after * 2 + 1) + tl.sum(d_k * b_k, 0)
+    tl.store(dgamma + after * 2 + 1, d_weight)
+    d_k = tl.load(dk + last * K + row, mask=rows, other=0.0).to(tl.float32) + d_k * weight
+    tl.store(dk + last * K + row, d_k.to(dk.dtype.element_ty), mask=rows)
+    if CARRIED:
+        decay = tl.exp(tl.load(g + after).to(tl.float32))
+        tl.store(dg + after, tl.load(dg + after) + decay * tl.sum(held, 0))

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201 -- kernels: their arguments are pointers, tiles and constants, which Triton types itself
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Forward kernels of the linear memories, chunkwise, for the delta rules (DELTA) and for plain decayed writes alike.
 
 Per head, with G the running sum of the log decay inside a chunk, P = G (decayed read) or G less the token's own g
@@ -8,6 +8,13 @@ Per head, with G the running sum of the log decay inside a chunk, P = G (decayed
     fresh = solve beta (v - e^P p S);  o = scale e^G q S + attend fresh;  S <- e^total S + (e^(total - G) k)^T fresh
 `prepare` makes solve and attend of every chunk at once; `scan` walks the chunks with the state in registers, transposed (V, K),
 so that each product's left operand is the accumulator of the one before and nothing passes through shared memory on the way.
+
+Sliding-window linear attention with c = 2 (WINDOW; spec/linear.md 1.4) is the same walk. The state that a chunk meets has the first
+token's decay and second write in it already, so G starts behind that token and ends behind the next chunk's first one:
+    pair j lies behind token j + 1 with strength omega_j = gamma0_j e^{g_{j+1}} + gamma1_{j+1}, and R_j the log decay up to there;
+    attend = scale q_t k_j (e^(P_t - R_j) omega_j for j < t, gamma0_t for j = t), P_t = R_{t-1};  S <- e^total S + ...omega...
+No exponent is positive. A pair that meets an unlock is written into the new rows or columns (spec 2.8)
+at the end of its chunk with gamma1 alone.
 
 A gate shows as an open length R a chunk: loads stop there (key rows of q, k, p; value columns of v), and whole shut tiles are
 not walked.
@@ -69,42 +76,63 @@ def unit_lower_inverse(a, C: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, 
 
 
 @triton.jit
+def at_least(strength, FLOOR: tl.constexpr):
+    """A strength that can be divided by."""
+    return tl.where(tl.abs(strength) < FLOOR, FLOOR, strength)
+
+
+@triton.jit
 def prepare(
     q, k, p, g, beta, chunks, gates, solve, attend, scale,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, D: tl.constexpr,
     DELTA: tl.constexpr, HAS_G: tl.constexpr, HAS_P: tl.constexpr, DECAYED: tl.constexpr,
     KEY: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
-    FLOOR: tl.constexpr,
+    FLOOR: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: its running log decays, `attend`, and for the delta rules `solve`.
 
-    gates: fp32 (chunks, H, 6, C) = scale e^G, e^(total - G), e^P, G, P, beta.
+    gates: fp32 (chunks, H, 6, C) = scale e^G, e^(total - G), e^P, G, P, beta;
+        with WINDOW scale e^P, e^(total - R) omega, gamma1 of the token after, R, P, gamma0, and beta is gamma (tokens, H, 2).
     solve, attend: (chunks, H, C, C); solve takes beta in.
-    FLOOR: the least strength taken: dbeta is found from what beta multiplied, and a beta of 0 would hide it.
+    FLOOR: the least strength taken: dbeta is found from what beta multiplied, and a beta of 0 would hide it; domega likewise.
     """
     c = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
-    start = tl.load(chunks + c * 4).to(tl.int64)
-    count = tl.load(chunks + c * 4 + 1)
+    start = tl.load(chunks + c * 5).to(tl.int64)
+    count = tl.load(chunks + c * 5 + 1)
     if count == 0:
         return
     limit = K
     if KEY:
-        limit = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
+        limit = tl.multiple_of(tl.load(chunks + c * 5 + 2), ALIGN)
     o = tl.arange(0, C)
     here = o < count
     token = o * H  # offsets in a chunk are 32 bit; the chunk's own place is in the pointers
     first = start * H + h
     decay = tl.zeros([C], tl.float32)
-    if HAS_G:
+    if WINDOW:  # what stands at the token after, that of the document's next chunk included
+        follows = o < tl.where(tl.load(chunks + c * 5 + 4) > 0, count, count - 1)
+        decay = tl.load(g + first + H + token, mask=follows, other=0.0).to(tl.float32)
+        own = tl.load(beta + (first + token) * 2, mask=here, other=0.0).to(tl.float32)
+        again = tl.load(beta + (first + H + token) * 2 + 1, mask=follows, other=0.0).to(tl.float32)
+        omega = at_least(own * tl.exp(decay) + again, FLOOR)
+    elif HAS_G:
         decay = tl.load(g + first + token, mask=here, other=0.0).to(tl.float32)
     running = tl.cumsum(decay, 0)
     before = running if DECAYED else running - decay
     total = tl.sum(tl.where(o == C - 1, running, 0.0), 0)
+    left = tl.exp(tl.minimum(total - running, 0.0))
     slot = (c * H + h) * 6 * C
-    tl.store(gates + slot + o, tl.exp(running) * scale)
-    tl.store(gates + slot + C + o, tl.exp(tl.minimum(total - running, 0.0)))
     tl.store(gates + slot + 3 * C + o, running)
+    if WINDOW:
+        tl.store(gates + slot + o, tl.exp(before) * scale)
+        tl.store(gates + slot + C + o, left * omega)
+        tl.store(gates + slot + 2 * C + o, again)
+        tl.store(gates + slot + 4 * C + o, before)
+        tl.store(gates + slot + 5 * C + o, own)
+    else:
+        tl.store(gates + slot + o, tl.exp(running) * scale)
+        tl.store(gates + slot + C + o, left)
 
     dtype: tl.constexpr = q.dtype.element_ty
     read = tl.zeros([C, C], tl.float32)
@@ -126,11 +154,15 @@ def prepare(
     j = o[None, :]
     square = r * C + j
     corner = (c * H + h) * C * C
-    read *= tl.exp(tl.where(r >= j, running[:, None] - running[None, :], 0.0)) * scale
+    if WINDOW:
+        kept = tl.exp(tl.where(r > j, before[:, None] - running[None, :], 0.0)) * omega[None, :]
+        read *= tl.where(r > j, kept, own[:, None]) * scale
+    else:
+        read *= tl.exp(tl.where(r >= j, running[:, None] - running[None, :], 0.0)) * scale
     tl.store(attend + corner + square, tl.where(r >= j, read, 0.0).to(dtype))
     if DELTA:
         strength = tl.load(beta + first + token, mask=here, other=0.0).to(tl.float32)
-        strength = tl.where(tl.abs(strength) < FLOOR, FLOOR, strength)
+        strength = at_least(strength, FLOOR)
         tl.store(gates + slot + 2 * C + o, tl.exp(before))
         tl.store(gates + slot + 4 * C + o, before)
         tl.store(gates + slot + 5 * C + o, strength)
@@ -186,30 +218,46 @@ def write(s0, s1, s2, s3, u, b0, b1, b2, b3, W: tl.constexpr, PRECISION: tl.cons
 
 
 @triton.jit
-def fade(s, factor, column, first, limit, KT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CARRIED: tl.constexpr):
-    """Decay the open part of a tile (BV, KT). Only a state that was handed in can hold anything in the locked part."""
+def fade(
+    s, factor, fresh, column, first, limit, soon, KT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CARRIED: tl.constexpr
+):  # fmt: skip
+    """Decay the open part of a tile (BV, KT) by `factor`, what opens with the next token (limit .. soon) by `fresh`.
+
+    Only a state that was handed in can hold anything there or in the locked part.
+    """
     out = s * factor
     if CARRIED and KEY:
-        out = tl.where((first + tl.arange(0, KT) < limit)[None, :], out, s)
+        row = (first + tl.arange(0, KT))[None, :]
+        out = tl.where(row < limit, out, tl.where(row < soon, s * fresh, s))
     if CARRIED and VALUE:
-        out = tl.where((column < limit)[:, None], out, s)
+        out = tl.where((column < limit)[:, None], out, tl.where((column < soon)[:, None], s * fresh, s))
     return out
 
 
 @triton.jit
-def put(out, s0, s1, s2, s3, column, K: tl.constexpr, V: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
-    """Store W tiles (BV, KT) of a transposed state into `out` (V, K)."""
+def reopen(s, key, value, first, width, soon, K: tl.constexpr, KT: tl.constexpr, KEY: tl.constexpr):
+    """Tile (BV, KT) with one more pair written where the next token opens it: rows width .. soon, or the columns left in value."""
+    row = first + tl.arange(0, KT)
+    inside = row < K
+    if KEY:
+        inside = (row >= width) & (row < soon)
+    return s + value[:, None] * tl.load(key + row, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def put(out, s0, s1, s2, s3, column, keys, values, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
+    """Store the open part, `keys` rows and `values` columns, of W tiles (BV, KT) of a transposed state into `out` (V, K)."""
     col = tl.arange(0, KT)
     at = out + column[:, None] * K + col[None, :]
-    ok = (column < V)[:, None]
+    ok = (column < values)[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(at, s0.to(dtype), mask=ok & (col < K)[None, :])
+    tl.store(at, s0.to(dtype), mask=ok & (col < keys)[None, :])
     if W > 1:
-        tl.store(at + KT, s1.to(dtype), mask=ok & (col + KT < K)[None, :])
+        tl.store(at + KT, s1.to(dtype), mask=ok & (col + KT < keys)[None, :])
     if W > 2:
-        tl.store(at + 2 * KT, s2.to(dtype), mask=ok & (col + 2 * KT < K)[None, :])
+        tl.store(at + 2 * KT, s2.to(dtype), mask=ok & (col + 2 * KT < keys)[None, :])
     if W > 3:
-        tl.store(at + 3 * KT, s3.to(dtype), mask=ok & (col + 3 * KT < K)[None, :])
+        tl.store(at + 3 * KT, s3.to(dtype), mask=ok & (col + 3 * KT < keys)[None, :])
 
 
 @triton.jit
@@ -229,15 +277,30 @@ def carry_out(state, s, column, first, K: tl.constexpr, V: tl.constexpr, KT: tl.
 
 
 @triton.jit
+def row_of(chunks, c, valid):
+    """First token, tokens and open coordinates of chunk c; zeros where it is not `valid`.
+
+    The walks read this a chunk ahead. Triton keeps copies in flight across rounds only where no address waits for a load of its own
+    round: with the table read in place every chunk waited for its loads from start to end.
+    """
+    row = chunks + c * 5
+    return tl.load(row, mask=valid, other=0), tl.load(row + 1, mask=valid, other=0), tl.load(row + 2, mask=valid, other=0)
+
+
+@triton.jit
 def scan(
     q, k, p, v, gates, solve, attend, chunks, documents, initial, out, fresh, states, final, scale, N,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr,
     TILES: tl.constexpr, DELTA: tl.constexpr, HAS_P: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One document, one head, BV value columns: the whole walk. The tile that opens first is the longest walk and starts first.
 
-    initial, final: fp32 (N, H, K, V).  fresh: as v.  states: (chunks, H, V, K), the state before each chunk.
+    With WINDOW a tile is walked from the chunk before the one that opens it, whose last pair it receives.
+
+    initial, final: fp32 (N, H, K, V).  fresh: as v.  states: (chunks, H, V, K), the state before each chunk, what
+    is open in it (with WINDOW, or opens behind it).
     """
     lane = tl.program_id(0) % (N * H)
     tile = tl.program_id(0) // (N * H)
@@ -263,31 +326,50 @@ def scan(
     low = tl.load(table)
     if VALUE:
         opens = tl.load(table + 2 + tile * (BV // 16))
+        if WINDOW:
+            opens = tl.maximum(opens - 1, low)
         for c in range(low, opens):
-            start = tl.load(chunks + c * 4).to(tl.int64)
-            here = o < tl.load(chunks + c * 4 + 1)
+            start = tl.load(chunks + c * 5).to(tl.int64)
+            here = o < tl.load(chunks + c * 5 + 1)
             at = ((start + o) * H + h)[None, :] * V + column[:, None]
             tl.store(out + at, tl.zeros([BV, C], dtype), mask=here[None, :] & (column < V)[:, None])
         low = opens
+    past = tl.load(table + 1)
+    start, count, opened = row_of(chunks, low, low < past)
     for phase in tl.static_range(0, NK):
-        high = tl.load(table + 1)
+        high = past
         if phase < NK - 1:
             high = tl.load(table + 2 + (phase + 1) * (KT // 16))
+            if WINDOW:
+                high = tl.maximum(high - 1, low)
         for c in tl.range(low, high, num_stages=STAGES):
-            start = tl.load(chunks + c * 4).to(tl.int64)
-            here = o < tl.load(chunks + c * 4 + 1)
-            # A hint on a value carried round the loop is lost, and with it loads of 16 bytes: the width is read here.
-            width = tl.multiple_of(tl.load(chunks + c * 4 + 2), ALIGN)
-            place = start * H + h
+            tokens = count
+            here = o < tokens
+            width = opened // ALIGN * ALIGN  # a hint of divisibility would be lost on the way round the loop
+            place = start.to(tl.int64) * H + h
+            start, count, opened = row_of(chunks, c + 1, c + 1 < past)
             keys = width if KEY else K
             values = width if VALUE else V
             slot = c * H + h
             factor = tl.exp(tl.load(gates + slot * 6 * C + 4 * C - 1))
+            soon = width
+            fresh_factor = factor
+            if WINDOW and (KEY or VALUE):
+                soon = tl.load(chunks + c * 5 + 4) // ALIGN * ALIGN
+                end = gates + slot * 6 * C + tokens - 1
+                if HAS_INITIAL:
+                    fresh_factor = tl.exp(tl.load(end + 3 * C) - tl.load(end + 4 * C))
             k0, k1, k2, k3 = fetch(k + place * K, o * H, here, keys, K, KT, phase + 1)
             if SAVE:
-                put(states + slot * V * K, s0, s1, s2, s3, column, K, V, KT, phase + 1)
+                reach = width
+                if WINDOW and (KEY or VALUE):
+                    reach = tl.maximum(width, soon)
+                reach_k = reach if KEY else K
+                reach_v = reach if VALUE else V
+                put(states + slot * V * K, s0, s1, s2, s3, column, reach_k, reach_v, K, KT, phase + 1)
             at = (o * H)[None, :] * V + column[:, None]
-            u = tl.load(v + place * V + at, mask=here[None, :] & (column < values)[:, None], other=0.0)
+            fresh_at = (o * H)[:, None] * V + column[None, :]
+            u = tl.trans(tl.load(v + place * V + fresh_at, mask=here[:, None] & (column < values)[None, :], other=0.0))
             square = o[:, None] * C + o[None, :]
             if DELTA:
                 p0, p1, p2, p3 = k0, k1, k2, k3
@@ -306,15 +388,27 @@ def scan(
             if VALUE and HAS_INITIAL:
                 y = tl.where((column < values)[:, None], y, 0.0)
             tl.store(out + place * V + at, y.to(dtype), mask=here[None, :] & (column < V)[:, None])
-            s0 = fade(s0, factor, column, 0, width, KT, KEY, VALUE, HAS_INITIAL)
+            s0 = fade(s0, factor, fresh_factor, column, 0, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if phase > 0:
-                s1 = fade(s1, factor, column, KT, width, KT, KEY, VALUE, HAS_INITIAL)
+                s1 = fade(s1, factor, fresh_factor, column, KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if phase > 1:
-                s2 = fade(s2, factor, column, 2 * KT, width, KT, KEY, VALUE, HAS_INITIAL)
+                s2 = fade(s2, factor, fresh_factor, column, 2 * KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if phase > 2:
-                s3 = fade(s3, factor, column, 3 * KT, width, KT, KEY, VALUE, HAS_INITIAL)
+                s3 = fade(s3, factor, fresh_factor, column, 3 * KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             u = u.to(tl.float32) * tl.load(gates + slot * 6 * C + C + o)[None, :]
             s0, s1, s2, s3 = write(s0, s1, s2, s3, u, k0, k1, k2, k3, phase + 1, PRECISION)
+            if WINDOW and (KEY or VALUE):
+                last = place + (tokens - 1) * H
+                if soon > width:
+                    mask = (column >= width) & (column < soon) if VALUE else column < V
+                    value = tl.load(v + last * V + column, mask=mask, other=0.0).to(tl.float32) * tl.load(end + 2 * C)
+                    s0 = reopen(s0, k + last * K, value, 0, width, soon, K, KT, KEY)
+                    if phase > 0:
+                        s1 = reopen(s1, k + last * K, value, KT, width, soon, K, KT, KEY)
+                    if phase > 1:
+                        s2 = reopen(s2, k + last * K, value, 2 * KT, width, soon, K, KT, KEY)
+                    if phase > 2:
+                        s3 = reopen(s3, k + last * K, value, 3 * KT, width, soon, K, KT, KEY)
         low = high
     if HAS_FINAL:
         carry_out(final + where, s0, column, 0, K, V, KT)

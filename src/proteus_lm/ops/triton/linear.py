@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,12 +16,19 @@ from proteus_lm.ops.triton import backward, forward
 from proteus_lm.ops.triton.plan import TILE, Plan, build, capacity, regular
 
 # Launching a kernel is outside what its signature says.
-_PREPARE, _SCAN, _REVERSE, _GRADIENTS = cast(
-    "tuple[Any, Any, Any, Any]", (forward.prepare, forward.scan, backward.reverse, backward.gradients)
+_PREPARE, _SCAN, _REVERSE, _GRADIENTS, _REOPENED = cast(
+    "tuple[Any, Any, Any, Any, Any]",
+    (forward.prepare, forward.scan, backward.reverse, backward.gradients, backward.reopened),
 )
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # rule -> (writes an error, error against the decayed state)
-RULES = {"retention": (False, False), "delta_rule": (True, False), "gated_delta_rule": (True, True), "comba": (True, False)}
+RULES = {
+    "retention": (False, False),
+    "swla": (False, False),
+    "delta_rule": (True, False),
+    "gated_delta_rule": (True, True),
+    "comba": (True, False),
+}
 
 
 class Shape(NamedTuple):
@@ -96,13 +104,26 @@ def _chunks(s: Shape, active: Tensor | None, segments: Sequence[int] | None, cu_
 
 def _flags(rule: str, g: Tensor | None, p: Tensor | None) -> dict[str, Any]:
     delta, decayed = RULES[rule]
-    return {"DELTA": delta, "HAS_G": g is not None, "HAS_P": p is not None, "DECAYED": decayed}
+    return {"DELTA": delta, "HAS_G": g is not None, "HAS_P": p is not None, "DECAYED": decayed, "WINDOW": rule == "swla"}
+
+
+def _floor(dtype: torch.dtype) -> float:
+    """The least strength that the kernels take; its gradient is found by dividing by it."""
+    return 2.0**-12 if dtype == torch.float16 else 1e-15
 
 
 def _gate(s: Shape) -> dict[str, Any]:
     # For fp32 inputs. One tf32 product after another loses 1.5e-3 to 3.5e-3 (measured); split in three, 1e-6.
     precision = "ieee" if INTERPRETED else "tf32x3"
     return {"KEY": s.key_gate, "ALIGN": s.align, "PRECISION": precision}
+
+
+@cache
+def _stages(keys: int, half: bool) -> int:
+    """Stages of the walks' pipeline: three keep two chunks on their way, but take up to 218 KiB of shared memory (Comba's)."""
+    if not half or keys > 128:
+        return 1
+    return 3 if INTERPRETED or torch.cuda.get_device_capability() >= (9, 0) else 2
 
 
 def _walk(s: Shape, rule: str, has_p: bool, half: bool) -> dict[str, Any]:
@@ -118,8 +139,9 @@ def _walk(s: Shape, rule: str, has_p: bool, half: bool) -> dict[str, Any]:
         "DELTA": RULES[rule][0],
         "HAS_P": has_p,
         "VALUE": s.value_gate,
+        "WINDOW": rule == "swla",
         **_gate(s),
-        "STAGES": 2 if half and s.keys <= 128 else 1,
+        "STAGES": _stages(s.keys, half),
         "num_warps": 4,
     }
 
@@ -146,6 +168,7 @@ def linear(
     """The whole forward. All of q, k, v, p in one type, contiguous; initial_state fp32 (N, H, K, V).
 
     Args:
+        beta: (B, T, H); for swla its gamma, (B, T, H, 2).
         active: int (1 or B, T), open coordinates, where the host does not know them; else None.
         segments: flat (first token, past the last, open) of every stage where all rows agree; None for all open.
         save: keep what the backward needs.
@@ -175,7 +198,7 @@ def linear(
         **_flags(rule, g, p),
         **_gate(s),
         HALF=half,
-        FLOOR=2.0**-12 if q.dtype == torch.float16 else 1e-15,
+        FLOOR=_floor(q.dtype),
         num_warps=4,
     )
     _SCAN[(s.documents * s.heads * -(-s.values // s.value_tile),)](
@@ -204,7 +227,7 @@ def _(q, k, v, p, g, beta, initial_state, active, cu_seqlens, segments, blocks, 
         square,
         torch.empty_like(v) if save and delta else q.new_empty(0),
         q.new_empty(n, s.heads, s.values, s.keys) if save else q.new_empty(0),
-        torch.empty(n, 4, **i32),
+        torch.empty(n, 5, **i32),
         torch.empty(s.documents, 2 + s.tiles, **i32),
     )
 
@@ -240,8 +263,11 @@ def linear_backward(
     empty = torch.empty(0, **f32)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dp = torch.empty_like(k) if p is not None else q.new_empty(0)
-    dg = torch.empty(s.rows, s.length, s.heads, **f32) if g is not None else empty
-    dbeta = torch.empty(s.rows, s.length, s.heads, **f32) if delta else torch.empty_like(empty)
+    tile = min(s.key_tile, 64 if half else 32)
+    tiles, window = -(-s.keys // tile), rule == "swla"
+    make = torch.zeros if window or s.key_gate else torch.empty  # what the kernel leaves alone
+    dg = make(tiles, s.rows, s.length, s.heads, **f32) if g is not None else empty
+    dbeta = make(*([tiles] if window else []), *beta.shape, **f32) if beta is not None else torch.empty_like(empty)
     dstates = torch.empty_like(states)
     dinitial = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if has_initial else torch.empty_like(empty)
     _REVERSE[(s.documents * s.heads * -(-s.values // s.value_tile),)](
@@ -251,21 +277,36 @@ def linear_backward(
         HAS_FINAL=dfinal is not None,
         **_walk(s, rule, p is not None, half),
     )
-    tile = min(s.key_tile, 64 if half else 32)
-    _GRADIENTS[(len(chunks) * s.heads,)](
+    _GRADIENTS[(len(chunks) * s.heads * tiles,)](
         *(q, k, k if p is None else p, gates, chunks, do, fresh if delta else v, states, dstates),
-        *(dq, dk, dk if p is None else dp, dv, dg, dbeta, scale),
+        *(dq, dk, dk if p is None else dp, dv, dg, dbeta, scale, s.tokens * s.heads),
         H=s.heads,
         K=s.keys,
         V=s.values,
         C=s.chunk,
         KT=tile,
+        NT=tiles,
         BV=min(triton.next_power_of_2(max(16, s.values)), 128 if s.values <= 128 and half else 64),
         VALUE=s.value_gate,
+        FLOOR=_floor(q.dtype),
         num_warps=4,
         **_flags(rule, g, p),
         **_gate(s),
     )
+    dg = dg.sum(0) if g is not None else dg
+    dbeta = dbeta.sum(0) if window else dbeta
+    if window and blocks > 1:
+        _REOPENED[(len(chunks) * s.heads,)](
+            *(k, v, g, beta, chunks, states, dstates, dk, dv, dg, dbeta),
+            H=s.heads,
+            K=s.keys,
+            V=s.values,
+            BK=triton.next_power_of_2(s.keys),
+            BV=32,
+            KEY=s.key_gate,
+            CARRIED=has_initial,
+            num_warps=4,
+        )
     return dq, dk, dv, dp, dg, dbeta, dinitial
 
 
@@ -302,7 +343,7 @@ def _(
         torch.empty_like(v),
         torch.empty_like(k) if p is not None else q.new_empty(0),
         torch.empty(row if g is not None else (0,), **f32),
-        torch.empty(row if RULES[rule][0] else (0,), **f32),
+        torch.empty(beta.shape if beta is not None else (0,), **f32),
         torch.empty((s.documents, s.heads, s.keys, s.values) if has_initial else (0,), **f32),
     )
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-RULES = {"retention": (False, False), "delta_rule": (True, False), "gated_delta_rule": (True, True), "comba": (True, False)}
+from proteus_lm.ops.triton.linear import RULES
 
 
 @triton.jit
@@ -22,11 +22,17 @@ def advance(
     q, k, p, v, g, beta, state, active, out, after, scale,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, HAS_G: tl.constexpr, DECAYED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    COPY: tl.constexpr,
+    COPY: tl.constexpr, WINDOW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BV columns of one head's state (N, H, K, V), fp32, to `after`: the state itself, or with COPY another, shut rows included."""
+    """BV columns of one head's state (N, H, K, V), fp32, to `after`: the state itself, or with COPY another, shut rows included.
+
+    With WINDOW k and v are (N, 2, H, D), the token before first, and beta is gamma (N, H, 2).
+    """
     lane = (tl.program_id(0) % (tl.num_programs(0) // ((V + BV - 1) // BV))).to(tl.int64)
     tile = tl.program_id(0) // (tl.num_programs(0) // ((V + BV - 1) // BV))
+    now = lane
+    if WINDOW:
+        now = lane + (lane // H + 1) * H
     row = tl.arange(0, BK)
     column = tile * BV + tl.arange(0, BV)
     keys = K
@@ -46,9 +52,9 @@ def advance(
     mask = inside[:, None] & (column < values)[None, :]
     held = tl.load(state + at, mask=whole if COPY else mask, other=0.0)
     s = tl.where(mask, held, 0.0)
-    b_k = tl.load(k + lane * K + row, mask=inside, other=0.0).to(tl.float32)
+    b_k = tl.load(k + now * K + row, mask=inside, other=0.0).to(tl.float32)
     b_q = tl.load(q + lane * K + row, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(v + lane * V + column, mask=column < values, other=0.0).to(tl.float32)
+    u = tl.load(v + now * V + column, mask=column < values, other=0.0).to(tl.float32)
     decay = 1.0
     if HAS_G:
         decay = tl.exp(tl.load(g + lane).to(tl.float32))
@@ -58,7 +64,14 @@ def advance(
         if DECAYED:
             guess *= decay
         u = (u - guess) * tl.load(beta + lane).to(tl.float32)
-    s = s * decay + b_k[:, None] * u[None, :]
+    if WINDOW:
+        u *= tl.load(beta + lane * 2).to(tl.float32)
+        again = tl.load(v + (now - H) * V + column, mask=column < values, other=0.0).to(tl.float32)
+        again *= tl.load(beta + lane * 2 + 1).to(tl.float32)
+        past = tl.load(k + (now - H) * K + row, mask=inside, other=0.0).to(tl.float32)
+        s = s * decay + past[:, None] * again[None, :] + b_k[:, None] * u[None, :]
+    else:
+        s = s * decay + b_k[:, None] * u[None, :]
     if COPY:
         tl.store(after + at, tl.where(mask, s, held), mask=whole)
     else:
@@ -83,6 +96,8 @@ def _launch(
 ) -> Tensor:
     """o (N, H, V) for q, k, p (N, H, K), v (N, H, V), g, beta (N, H); `after` gets `state` (N, H, K, V) moved on, and may be it.
 
+    For swla k and v are the pairs before and now, (N, 2, H, D), and beta is gamma (N, H, 2).
+
     Args:
         active: int (N,), open coordinates of each row; None for all.
     """
@@ -90,7 +105,7 @@ def _launch(
     values = v.shape[-1]
     tile = min(32, max(4, triton.next_power_of_2(values)))
     delta, decayed = RULES[rule]
-    out = torch.empty_like(v)
+    out = v.new_empty(rows, heads, values)
     cast("Any", advance)[(rows * heads * triton.cdiv(values, tile),)](
         *(q, k, k if p is None else p, v, g, beta, state, active, out, after, scale),
         H=heads,
@@ -104,6 +119,7 @@ def _launch(
         KEY=active is not None and axis == "key",
         VALUE=active is not None and axis == "value",
         COPY=after is not state,
+        WINDOW=rule == "swla",
         num_warps=4,
     )
     return out
@@ -130,7 +146,7 @@ def step(
 
 @step.register_fake
 def _(q, k, v, p, g, beta, state, active, rule, axis, scale):
-    return torch.empty_like(v), torch.empty_like(state)
+    return v.new_empty(*q.shape[:2], v.shape[-1]), torch.empty_like(state)
 
 
 @torch.library.custom_op("proteus_triton::step_in_place", mutates_args=("state",))
@@ -153,7 +169,7 @@ def step_in_place(
 
 @step_in_place.register_fake
 def _(q, k, v, p, g, beta, state, active, rule, axis, scale):
-    return torch.empty_like(v)
+    return v.new_empty(*q.shape[:2], v.shape[-1])
 
 
 def run_step(

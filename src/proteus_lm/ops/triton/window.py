@@ -1,10 +1,7 @@
-"""Sliding-window linear attention with c = 2 as one decayed write a token (spec/linear.md 1.4 and 2.8).
+"""Sliding-window linear attention with c = 2 (spec/linear.md 1.4 and 2.8): what surrounds the kernels' one call.
 
-With N_t = S_t - lambda_t k_t v_t^T, all but the token's own write:
-    N_t = alpha_t N_{t-1} + kappa_t v_{t-1}^T,  kappa_t = (alpha_t lambda_{t-1} P_{t-1} + beta_t P_t) k_{t-1},
-    o_t = scale (N_t^T q_t + lambda_t (q_t . P_t k_t) v_t)
-P_t keeps the rows open at t (with columns the same factors stand at v_{t-1} instead). So it costs what retention costs, and one
-elementwise pass before and after (blend.py).
+The kernels meet each chunk with the decay and the second write of its first token done. Inside a document the chunk before does
+that; for a document's first token it is done here, on the state handed in. Without one nothing is left to do.
 """
 
 from __future__ import annotations
@@ -14,16 +11,18 @@ from torch import Tensor
 
 from proteus_lm.activation import Activation
 from proteus_lm.ops.state import SWLAState
-from proteus_lm.ops.triton.blend import blend
 from proteus_lm.ops.triton.front import run
 
 
-def _before(x: Tensor, first: Tensor, starts: Tensor | None) -> Tensor:
-    """Each token's predecessor in x (B, T, ...); a document's first token gets its row of `first` (N, ...)."""
-    if starts is None:
-        return torch.cat((first[:, None].to(x.dtype), x[:, :-1]), 1)
-    moved = torch.cat((x[:, :1], x[:, :-1]), 1)
-    return moved.index_copy(1, starts, first[None].to(x.dtype))
+def _entered(state: SWLAState, g: Tensor, weight: Tensor, opened: Tensor | None, axis: str) -> Tensor:
+    """The matrix (N, H, K, V), fp32, behind the first token's decay g and second write `weight` (N, H) in `opened` (N,) places."""
+    matrix = state.matrix.float()
+    keys = state.keys[:, -1].float() * weight[..., None]
+    moved = g.exp()[..., None, None] * matrix + keys[..., :, None] * state.values[:, -1].float()[..., None, :]
+    if opened is None:
+        return moved
+    moves = torch.arange(matrix.shape[-2 if axis == "key" else -1], device=matrix.device) < opened[:, None]
+    return torch.where(moves[:, None, :, None] if axis == "key" else moves[:, None, None], moved, matrix)
 
 
 def swla(
@@ -41,48 +40,23 @@ def swla(
     output_final_state: bool = False,
 ) -> tuple[Tensor, SWLAState | None]:
     """S_t = e^g S_{t-1} + sum_{j<2} gamma[..., j] k_{t-j} v_{t-j}^T, by the mask of the write. As `proteus_lm.ops.swla`."""
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
-    starts = None if cu_seqlens is None else cu_seqlens[:-1].long()
-    rows, length, heads = q.shape[:3]
-    count = rows if starts is None else len(starts)
-    if isinstance(initial_state, SWLAState):
-        matrix, first_k, first_v = initial_state.matrix, initial_state.keys[:, -1], initial_state.values[:, -1]
+    rows, length = q.shape[:2]
+    if cu_seqlens is None:
+        bounds = torch.arange(rows + 1, device=q.device) * length
     else:
-        matrix = initial_state
-        first_k, first_v = k.new_zeros(count, *k.shape[2:]), v.new_zeros(count, *v.shape[2:])
-    own, other = gamma[..., 0].float(), gamma[..., 1].float().contiguous()
-    # What the token before wrote as its own is already in a state that was handed in: nothing of it is left to add.
-    matured = (g.float().exp() * _before(own, own.new_zeros(count, heads), starts)).contiguous()
-    flat = torch.arange(rows, device=q.device) * length if starts is None else starts
-    documents = torch.full((rows * length,), -1, device=q.device, dtype=torch.int32)
-    documents = documents.index_copy(0, flat, torch.arange(count, device=q.device, dtype=torch.int32))
-    if activation is not None and activation.schedule.blocks == 1:
-        activation = None
-    now = None
-    if activation is not None:
-        active = activation.active.to(q.device).int().expand(rows, length)
-        before = _before(active, active.new_zeros(count), starts)
-        now = torch.stack((active.reshape(-1), before.reshape(-1))).contiguous()
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    keys, values, near = blend(
-        *(q, k, v, matured, other, (own * factor).contiguous()),
-        *(first_k.contiguous(), first_v.contiguous(), documents, now, axis),
-    )
-    out, final = run("retention", q, keys, values, None, g, None, activation, axis, factor, matrix, cu_seqlens, output_final_state)
-    near = near[..., None]
-    if activation is not None and axis == "value":
-        near = near * activation.mask().to(v.device)[:, :, None]
-    out = torch.addcmul(out, v, near.to(v.dtype)).to(v.dtype)
+        bounds = cu_seqlens = cu_seqlens.to(q.device).long()
+    count, matrix = len(bounds) - 1, None
+    if isinstance(initial_state, Tensor):
+        window = (x.new_zeros(count, 1, *x.shape[2:]) for x in (k, v))
+        initial_state = SWLAState(initial_state, *window)
+    if initial_state is not None:
+        opened = None
+        if activation is not None and activation.schedule.blocks > 1:
+            opened = activation.active.to(q.device).expand(rows, length).flatten()[bounds[:-1]]
+        first_g, first_weight = (x.flatten(0, 1)[bounds[:-1]].float() for x in (g, gamma[..., 1]))
+        matrix = _entered(initial_state, first_g, first_weight, opened, axis)
+    out, final = run("swla", q, k, v, None, g, gamma, activation, axis, scale, matrix, cu_seqlens, output_final_state)
     if final is None:
         return out, None
-    ends = torch.arange(1, rows + 1, device=q.device) * length - 1
-    if cu_seqlens is not None:
-        ends = cu_seqlens[1:].long() - 1
-    last_k, last_v = k.flatten(0, 1)[ends], v.flatten(0, 1)[ends]
-    written_k, written_v = last_k.float() * own.flatten(0, 1)[ends][..., None], last_v.float()
-    if now is not None:
-        dim = (k if axis == "key" else v).shape[-1]
-        seen = (torch.arange(dim, device=k.device) < now[0, ends][:, None])[:, None]
-        written_k, written_v = (written_k * seen, written_v) if axis == "key" else (written_k, written_v * seen)
-    return out, SWLAState(final + written_k[..., :, None] * written_v[..., None, :], last_k[:, None], last_v[:, None])
+    keys, values = (x.flatten(0, 1)[bounds[1:] - 1][:, None] for x in (k, v))
+    return out, SWLAState(final, keys, values)
