@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from proteus_lm import ProteusCache, ProteusConfig, ProteusForCausalLM
-from proteus_lm.mixers import MACMixer
+from proteus_lm.mixers import MACMixer, titans_mac
 from proteus_lm.mixers.base import ResidualLinear
 from proteus_lm.mixers.norm import RMSNorm
 from tests.mixers.models import assert_near, cases, make, options, tokens
@@ -185,7 +186,10 @@ def test_a_state_is_trained_through_with_gradient_checkpointing(fields):
 
 @contextlib.contextmanager
 def counting_compiler():
-    """torch.compile's front end with a back end that counts the graphs it is given and runs them as they are."""
+    """torch.compile's front end with a back end that counts the graphs it is given and runs them as they are.
+
+    MAC compiles the work on a segment by itself; so it is given the same back end.
+    """
     torch._dynamo.reset()
     graphs = []
 
@@ -193,7 +197,9 @@ def counting_compiler():
         graphs.append(graph)
         return graph.forward
 
-    yield backend, graphs
+    pieces = titans_mac.Pieces(*(torch.compile(piece, backend=backend) for piece in titans_mac.EAGER))
+    with mock.patch.object(titans_mac, "_compiled", lambda: pieces):
+        yield backend, graphs
     torch._dynamo.reset()
 
 

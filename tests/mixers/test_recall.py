@@ -52,7 +52,7 @@ def test_without_its_memory_a_mixer_stays_at_chance(monkeypatch):
 
 CASES = [(name, n, {}) for name in sorted(registry) for n in (1, 4) if n == 1 or "memory_blocks" in registry[name].fields]
 # Attention beside the memory sees 4 tokens, or in MAC the half of the row that asks: what was said before only the memory knows.
-NARROW = {"mac": {"segment_length": 8}, "mag": {"window": 4}, "mal": {"window": 4}}
+NARROW = {"mac": {"segment_length": 8, "theta_scale": 4.0}, "mag": {"window": 4}, "mal": {"window": 4}}
 STEPS = {"mac": 1500, "mag": 300, "mal": 1000}
 """Batches, where 250 are too few: beside attention a memory is used late."""
 CASES += [("titans", n, {"titans_variant": form, **sizes}) for form, sizes in NARROW.items() for n in (1, 4)]
