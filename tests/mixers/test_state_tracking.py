@@ -54,6 +54,7 @@ def learn_permutations(name: str) -> tuple[float, float]:
 
 
 every = pytest.mark.parametrize("name", MODELS)
+pytestmark = pytest.mark.timeout(3600)  # minutes on an idle core, for the deep memories
 
 
 @pytest.mark.slow
