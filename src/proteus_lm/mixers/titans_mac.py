@@ -263,7 +263,7 @@ def _run_pieces(
 
 
 _run_compiled: Callable[..., tuple[Tensor, MACState | None]] = cast(Any, torch.compiler.disable(_run_pieces))
-"""A forward under `torch.compile`: its loop stays in Python, for a graph of all segments would take an hour to compile."""
+"""A forward under `torch.compile`: its loop stays in Python, for a graph of all segments grows with their number."""
 
 
 def _begin(state: MACState, begins: Tensor | bool) -> MACState:
