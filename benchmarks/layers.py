@@ -42,7 +42,9 @@ def timed(work: Work, repeats: int = 7) -> dict[str, Any]:
     torch.cuda.synchronize()
     row: dict[str, Any] = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "ms": median_ms(work, repeats)}
     try:
-        row["graph_ms"] = median_ms(captured(work), repeats)
+        torch.cuda.reset_peak_memory_stats()
+        replay = captured(work)
+        row |= {"graph_peak_gib": torch.cuda.max_memory_allocated() / 2**30, "graph_ms": median_ms(replay, repeats)}
     except Exception as error:  # the eager time stands; say why there is no other
         torch.cuda.synchronize()
         row["no_graph"] = f"{type(error).__name__}: {error}"[:160]
@@ -55,10 +57,10 @@ def config(**fields: Any) -> ProteusConfig:
 
 
 def backward_of(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Work:
-    def work() -> None:
+    def work() -> tuple[Tensor, tuple[Tensor, ...]]:
         with torch.autocast("cuda", torch.bfloat16):
             value = loss()
-        torch.autograd.grad(value, leaves, allow_unused=True)
+        return value.detach(), torch.autograd.grad(value, leaves, allow_unused=True)
 
     return work
 
@@ -79,12 +81,14 @@ def our_layer(rows: int, width: int, expansion: int, blocks: int, compiled: bool
     return backward_of(lambda: forward(x, sequence)[0].float().sum(), [x, *mixer.parameters()])
 
 
-def our_mac(rows: int) -> Work:
-    """Four layers, each with its memory; theirs has memory in two."""
+def our_mac(rows: int, wave: int = 0, compiled: bool = False) -> Work:
+    """Four layers, each with its memory; theirs has memory in two. `wave`: pieces of the sequence, as `proteus_lm.wave`."""
     fields = {"titans_variant": "mac", "segment_length": 128, "persistent_tokens": 4, "memory_expansion": 2}
     model = ProteusForCausalLM(config(vocab_size=32000, hidden_size=768, num_heads=12, num_hidden_layers=4, **fields)).cuda()
+    model.wave = wave
+    forward = torch.compile(model) if compiled else model
     ids = torch.randint(0, 32000, (rows, LENGTH), device="cuda")
-    return backward_of(lambda: model(ids, labels=ids).loss, list(model.parameters()))
+    return backward_of(lambda: forward(ids, labels=ids).loss, list(model.parameters()))
 
 
 def their_memory(rows: int, width: int) -> Work:
@@ -118,6 +122,11 @@ def layer_rows(only: str, peers: bool) -> list[dict[str, Any]]:
         ("memory d768 B1", 1, False, lambda: our_layer(1, 768, 2, 1)),
         ("mac d768 depth4 B1", 1, False, lambda: our_mac(1)),
         ("mac d768 depth4 B8", 8, False, lambda: our_mac(8)),
+        ("mac d768 depth4 B1 wave8", 1, False, lambda: our_mac(1, 8)),
+        ("mac d768 depth4 B8 wave8", 8, False, lambda: our_mac(8, 8)),
+        ("mac d768 depth4 B1 compiled", 1, False, lambda: our_mac(1, 0, True)),
+        ("mac d768 depth4 B1 wave8 compiled", 1, False, lambda: our_mac(1, 8, True)),
+        ("mac d768 depth4 B8 wave8 compiled", 8, False, lambda: our_mac(8, 8, True)),
         ("titans-pytorch memory d768 B1", 1, True, lambda: their_memory(1, 768)),
         ("titans-pytorch mac d768 depth4 B1", 1, True, lambda: their_mac(1)),
         ("titans-pytorch mac d768 depth4 B8", 8, True, lambda: their_mac(8)),

@@ -4,7 +4,7 @@
     python benchmarks/ops.py --only main decode          # some sections
     python benchmarks/ops.py --rules comba --heads 16    # one rule, one number of heads
     python benchmarks/ops.py --no-time                   # the checks alone
-    python benchmarks/ops.py --brief --peers swla        # two minutes: some rows are of one or two rules, and of peers only swla's
+    python benchmarks/ops.py --brief                     # some rows are of two rules
 
 Sections (bf16; every ratio within one run):
     main     B 4, T 8192, K = V = 128, H of --heads: fla, ours with E = 1, E = 16 of key rows and of value columns
@@ -64,7 +64,7 @@ STEP_PEERS = {
     "swla": "fused_recurrent_simple_gla",
 }
 SECTIONS = ("main", "decode", "masked", "wide", "long", "cold")
-BRIEF = ("gated_delta_rule", "comba")  # the rules of --brief, in masked and long; the first alone for further numbers of heads
+BRIEF = ("gated_delta_rule", "comba")  # the rules of --brief, in masked, in long, and of further numbers of heads
 CONTEXT = 8192  # N of the schedules
 WIDE, LONG = (4, 8192, 6, 256, 512), (1, 32768, 16, 128, 128)
 SAID = ("ok ", "WRONG", "refused", "{")  # how the lines of a check begin
@@ -427,7 +427,7 @@ def plan(rules: Sequence[str], sections: Sequence[str], heads: Sequence[int], br
     every += [("masked", r, size(heads[0])) for r in few]
     every += [("wide", "comba", WIDE)] if "comba" in rules else []
     every += [("long", r, LONG) for r in few]
-    every += [("main", r, size(h)) for h in heads[1:] for r in (few[:1] if brief else rules)]
+    every += [("main", r, size(h)) for h in heads[1:] for r in (few if brief else rules)]
     return [item for item in every if item[0] in sections]
 
 
@@ -437,7 +437,7 @@ def time_item(item: Item, peers: Sequence[str], brief: bool) -> list[Row]:
     if section == "masked":
         return time_masked(rule, size, rule in peers, brief)
     if section == "decode":
-        return time_steps(rule, rule in peers and not brief, size)
+        return time_steps(rule, rule in peers, size)
     return time_rule(section, rule, size, rule in peers)
 
 
@@ -503,9 +503,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--peers", nargs="*", choices=RULES, default=RULES, metavar="RULE", help="whose peers are timed; none: ours alone"
     )
-    parser.add_argument(
-        "--brief", action="store_true", help=f"long and masked of {' and '.join(BRIEF)} alone, further heads of the first"
-    )
+    parser.add_argument("--brief", action="store_true", help=f"long, masked and further heads of {' and '.join(BRIEF)} alone")
     parser.add_argument("--no-time", action="store_true", help="the checks alone")
     parser.add_argument("--skip-checks", action="store_true", help="never for published numbers, unless --no-time ran before")
     parser.add_argument("--bypass-guard", action="store_true", help="lift fla's refusal of its gated backward on Hopper")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from proteus_lm import doctor, ops
-from proteus_lm.ops import reference
+from proteus_lm.ops import reference, triton_mac, triton_neighbours
 from proteus_lm.ops.backend import OPERATIONS
 
 
@@ -60,6 +60,20 @@ def test_it_says_what_stands_behind_the_backend_chosen_and_why():
     assert list(doctor._behind(verdicts, "chunk")) == []  # its reason names those before it already
     check = next(doctor.self_check("cpu"))
     assert check.backend == "chunk" and "not triton: " in check.reason and "not fla: " in check.reason
+
+
+def test_it_says_which_fused_kernels_run_and_why_not(monkeypatch):
+    assert dict(doctor.neighbours("cpu")) == dict.fromkeys(doctor.NEIGHBOURS, "torch: the kernel is for a GPU")
+    monkeypatch.setattr(triton_neighbours, "reached", lambda x: True)
+    monkeypatch.setattr(triton_neighbours, "installed", lambda: True)
+    monkeypatch.setattr(triton_neighbours, "UNCHECKED", {"convolve": "it is new"})
+    others = dict.fromkeys(doctor.NEIGHBOURS, "triton")
+    assert dict(doctor.neighbours("cpu")) == others | {"convolve": "torch: it is new; PROTEUS_NEIGHBOURS=all runs it"}
+    monkeypatch.setenv("PROTEUS_NEIGHBOURS", "torch")
+    assert set(dict(doctor.neighbours("cpu")).values()) == {"torch: PROTEUS_NEIGHBOURS is torch"}
+    monkeypatch.setattr(triton_neighbours, "installed", lambda: False)
+    assert set(dict(doctor.neighbours("cpu")).values()) == {"torch: triton is not installed"}
+    assert all(hasattr(triton_neighbours, name) or hasattr(triton_mac, name) for name in doctor.NEIGHBOURS)
 
 
 def test_packages_that_are_not_there_are_named():

@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from proteus_lm import ActivationSchedule
+from proteus_lm import ActivationSchedule, optim
 from proteus_lm.optim import GatedAdamW
 from tests.ops.vectors import FOLDER
+
+WHOLE = optim._whole
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["slices", "masks"])
+def form(request, monkeypatch):
+    """Every test in both forms: open parts as slices (the CPU's), and whole tensors with a mask (the GPU's)."""
+    monkeypatch.setattr(optim, "_whole", lambda tensor: request.param)
 
 
 def rows():
@@ -124,6 +132,94 @@ def test_a_period_updates_with_the_mean_gradient():
         r.grad = window.mean(0)
         right.step()
     torch.testing.assert_close(p, r, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_both_forms_give_the_same_bits(monkeypatch, dtype):
+    """Blocks that open, a decay that moves, parameters of two periods; a locked -0.0 and an infinite gradient among them."""
+    schedule, trained = ActivationSchedule(4, 20), []
+    for whole in (False, True):
+        monkeypatch.setattr(optim, "_whole", lambda tensor, whole=whole: whole)
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(9, 12).to(dtype)) for _ in range(4)]
+        with torch.no_grad():
+            params[1][:, 11] = -0.0
+        masks = {p: (dim, schedule) for p, dim in zip(params, (0, 1, 1))}
+        optimizer = GatedAdamW(params, 1e-2, masks=masks, periods={params[2]: 3})
+        for step in range(30):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step // 4)
+            for p in params:
+                p.grad = torch.randn(9, 12).to(dtype)
+                if step < 15 and p is params[1]:
+                    p.grad[:, 11] = float("inf")
+            optimizer.step()
+            if step == 14:
+                assert torch.signbit(params[1][:, 11]).all() and not params[1][:, 11].any()
+        trained.append([p.detach() for p in params])
+    for a, b in zip(*trained):
+        assert torch.equal(a, b)
+
+
+def test_bf16_decays_by_the_factor_of_fp32(monkeypatch):
+    """In bf16 a factor of 0.997 would be 0.996; and where half is locked as where all is open."""
+    monkeypatch.setattr(optim, "_whole", WHOLE)
+    ours, right = (torch.nn.Parameter(torch.full((4, 4), 1.5, dtype=torch.bfloat16)) for _ in range(2))
+    gated = GatedAdamW([ours], 1e-2, weight_decay=0.3, masks={ours: (1, ActivationSchedule(2, 100))})
+    plain = GatedAdamW([right], 1e-2, weight_decay=0.3)
+    for _ in range(40):
+        ours.grad, right.grad = torch.ones_like(ours), torch.ones_like(right)
+        gated.step()
+        plain.step()
+        assert torch.equal(ours[:, :2], right[:, :2])
+    assert torch.equal(ours[:, 2:], torch.full((4, 2), 1.5, dtype=torch.bfloat16))
+
+
+def test_a_step_is_few_calls(form):
+    """Launches are what a step costs on a GPU: a hundred gated parameters, some waiting, as many calls as a few."""
+
+    def calls(count):
+        params = [torch.nn.Parameter(torch.randn(8, 8)) for _ in range(count)]
+        masks = {p: (i % 2, ActivationSchedule(4, 20)) for i, p in enumerate(params[1:])}
+        optimizer = GatedAdamW(params, masks=masks, periods=dict.fromkeys(params[::2], 2))
+        for p in params:
+            p.grad = torch.randn(8, 8)
+        for _ in range(10):
+            optimizer.step()
+        with torch.profiler.profile() as seen:
+            optimizer.step()
+            optimizer.step()
+        views = {"aten::view", "aten::narrow", "aten::slice", "aten::detach"}
+        top = [e.name for e in seen.events() or () if e.cpu_parent is not None and e.cpu_parent.name.startswith("Optimizer.step")]
+        return sum(name not in views for name in top)
+
+    few, many = calls(12), calls(100)
+    assert 0 < few == many
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_as_on_a_cpu(monkeypatch):
+    """To the rounding of fp32 (a GPU divides by a number as it multiplies by its inverse); locked bits are kept."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setattr(optim, "_whole", WHOLE)  # of each device its own
+    schedule, trained = ActivationSchedule(4, 20), []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        start = [torch.randn(130, 72) for _ in range(6)]
+        params = [torch.nn.Parameter(x.to(device)) for x in start]
+        masks = {p: (dim, schedule) for p, dim in zip(params, (0, 1, 0, 1))}
+        optimizer = GatedAdamW(params, 1e-2, masks=masks, periods={params[2]: 3, params[4]: 2})
+        for step in range(30):
+            width = schedule.active(72, step)
+            for p in params:
+                p.grad = torch.randn(130, 72).to(device)
+                if p is params[1]:
+                    p.grad[:, width:] = float("nan")
+            optimizer.step()
+            assert torch.equal(params[1][:, width:].cpu(), start[1][:, width:])
+        trained.append([p.detach().cpu() for p in params])
+    for a, b in zip(*trained):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_gate_along_columns_is_that_along_rows_of_the_transpose():

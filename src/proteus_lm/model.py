@@ -24,6 +24,7 @@ from proteus_lm.mixers.state import map_state
 from proteus_lm.mlp import MLP
 from proteus_lm.ops.rows import check_packed
 from proteus_lm.sequence import TokenSequence, Unpadding
+from proteus_lm.wave import run_wave
 
 INIT_STD = 0.02
 IGNORED = -100
@@ -65,6 +66,8 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         config.check()
         self.schedule = config.schedule
+        self.wave = 0
+        """Pieces that a training forward of whole rows is cut into, so that its layers overlap on a GPU (`wave`); 0: none."""
         with torch.random.fork_rng(devices=[]):  # torch's own first values shall not count: one seed, one model, however it is made
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
@@ -333,6 +336,10 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             The last layer's output, normed, and before it with `keep_hidden` the embeddings and the other layers' outputs; states
             and position of every row after these tokens.
         """
+        plain = past is None and cu_seqlens is None and unpadding is None
+        if self.wave > 1 and self.training and plain and not (use_cache or keep_hidden):
+            x = run_wave(self._blocks, x, self.schedule, self.wave)
+            return [self.norm(x)], [], torch.full((len(x),), x.shape[1], device=x.device)
         given, position = (past.states, past.position) if past is not None else (None, None)
         lengths: Tensor | int = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().long()
         rows = batch = len(x) if cu_seqlens is None else len(cu_seqlens) - 1

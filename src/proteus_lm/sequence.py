@@ -88,7 +88,9 @@ class TokenSequence:
         if self.cu_seqlens is not None:
             return self._activation(self.schedule.blocks).positions
         steps = torch.arange(self.length, device=self.device)[None]
-        return steps if self.offset is None else self.offset[:, None] + steps
+        if self.offset is None or self.start is not None:
+            return steps + self.start if self.start else steps
+        return self.offset[:, None] + steps
 
     @property
     def _step_position(self) -> Tensor:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import normalize
 
 from proteus_lm import ActivationSchedule
-from proteus_lm.ops import TitansState
+from proteus_lm.ops import TitansState, reference, titans_memory
+from proteus_lm.ops.deep_step import titans_step
 from proteus_lm.ops.memory_activations import memory_function, places
 
 HEAD, HIDDEN, VALUE, HEADS = 6, 13, 5, 2  # no multiple of anything
+EXACT = 1e-12  # sums of some thousand fp64 products of size one
 
 
 @dataclass
@@ -108,6 +112,79 @@ def gradients(y: Tensor, state: TitansState | None, leaves: list[Tensor]) -> lis
     total = sum((t.double() * torch.randn(t.shape, generator=generator, dtype=torch.float64)).sum() for t in parts)
     assert isinstance(total, Tensor)
     return list(torch.autograd.grad(total, leaves, materialize_grads=True))
+
+
+def assert_same_gradients(ours: Iterable[Tensor], right: Iterable[Tensor], looser: float = 1) -> None:
+    for a, b in zip(ours, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9 * looser, atol=1e-10 * looser)  # gradients reach 1e2
+
+
+def compare(case: Case, leaves: list[Tensor], *, looser: float = 1, **options: Any) -> tuple[Tensor, TitansState]:
+    """Output, final state and every gradient equal the oracle's; returns the first two."""
+    ours = titans_memory(*case.tokens, case.weights, output_final_state=True, **options)
+    right = reference.titans_memory(*case.tokens, case.weights, output_final_state=True, **options)
+    torch.testing.assert_close(ours[0], right[0], rtol=0, atol=looser * EXACT)
+    assert_same_state(ours[1], right[1], looser * EXACT)
+    assert_same_gradients(gradients(*ours, leaves), gradients(*right, leaves), looser)
+    return ours
+
+
+def in_calls(
+    case: Case, bounds: Sequence[int], plan: ActivationSchedule, position: Tensor, **options: Any
+) -> tuple[Tensor, TitansState]:
+    """Output and final state of calls that end at `bounds`, each beginning where the one before it ended."""
+    parts, state, start = [], None, 0
+    for stop in bounds:
+        activation = plan.activation(case.units, stop - start, offset=position)
+        options |= {"activation": activation, "initial_state": state, "output_final_state": True}
+        y, state = titans_memory(*case.piece(start, stop), case.weights, **options)
+        parts.append(y)
+        start, position = stop, state.position
+    assert state is not None
+    return torch.cat(parts, 1), state
+
+
+def decode(
+    case: Case, state: TitansState, plan: ActivationSchedule, start: int, stop: int, **options: Any
+) -> tuple[Tensor, TitansState]:
+    """Steps over tokens [start, stop), and the state behind them."""
+    outputs = []
+    for token in range(start, stop):
+        now = [t[:, token] for t in case.tokens]
+        y, state = titans_step(*now, state, active=plan.active(case.units, state.position), **options)
+        outputs.append(y)
+    return torch.stack(outputs, 1), state
+
+
+def plant(case: Case, masks: list[Tensor]) -> None:
+    """NaN and -0.0 in the entries of the state that `masks` (of `locked`) name; the state then asks for gradients."""
+    for part in case.state:
+        for tensor, mask in zip(part, masks, strict=True):
+            tensor[:, :, mask] = torch.tensor([float("nan"), -0.0]).repeat(1000)[: int(mask.sum())].double()
+            tensor.requires_grad_()
+
+
+def assert_kept(case: Case, state: TitansState, masks: list[Tensor]) -> None:
+    """What `masks` name has the bits that it had in the case's state; the rest has moved, and is finite."""
+    before, after = [*case.state[0], *case.state[1]], [*state.weights, *state.momentum]
+    for old, new, mask in zip(before, after, [*masks, *masks], strict=True):
+        assert torch.equal(bits(old[:, :, mask]), bits(new[:, :, mask]))
+        assert new[:, :, ~mask].isfinite().all() and not torch.equal(old[:, :, ~mask], new[:, :, ~mask])
+
+
+def assert_compiled_once(
+    forward: Callable[..., tuple[Tensor, TitansState]], calls: Iterable[tuple[tuple[Any, ...], list[Tensor]]]
+) -> None:
+    """Of each call (arguments, leaves) the compiled function gives output, state and gradients to the bit, by one compilation."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(forward, fullgraph=True, backend=counter)
+    for arguments, leaves in calls:
+        (right, right_state), (y, state) = forward(*arguments), compiled(*arguments)
+        ours = [y, *floats(state), *gradients(y, state, leaves)]
+        wanted = [right, *floats(right_state), *gradients(right, right_state, leaves)]
+        assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+    assert counter.frame_count == 1
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def test_auto_gives_a_reason_for_each_operation(operation):
 
 
 def test_an_unknown_backend_names_the_choices():
-    with pytest.raises(ValueError, match="backend is 'cuda'; it must be one of auto, triton, fla, chunk, reference"):
+    with pytest.raises(ValueError, match="backend is 'cuda'; it must be one of auto, triton, fla, native, chunk, reference"):
         backend.choose("comba", "cuda")
 
 

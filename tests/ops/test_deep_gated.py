@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import normalize, silu
 
 from proteus_lm.ops import _deep_scan, reference, titans_memory, titans_weights
@@ -17,22 +18,28 @@ from proteus_lm.ops.deep import refusals
 from proteus_lm.ops.deep_step import titans_step
 from proteus_lm.ops.memory_activations import matrix_names, memory_function, places
 from proteus_lm.ops.memory_read import titans_read, titans_surprise
+from tests.ops import deep_cases
 from tests.ops.deep_cases import (
+    EXACT,
     HEAD,
     HEADS,
     HIDDEN,
     Case,
+    assert_compiled_once,
+    assert_kept,
+    assert_same_gradients,
     assert_same_state,
-    bits,
+    decode,
     floats,
     gradients,
+    in_calls,
     locked,
     make,
+    plant,
     schedule,
     with_floats,
 )
 
-EXACT = 1e-12  # sums of some thousand fp64 products of size one
 FUNCTION = {"memory_activation": "swiglu"}
 DEPTHS = [2, 3, 4]
 EVERY = {"surprise_clip": 0.3, "decay_target": "init"}
@@ -42,15 +49,7 @@ def gated(*shape: int, **options) -> Case:
     return make(*shape, function="swiglu", **options)
 
 
-def compare(case: Case, leaves: list[Tensor], *, looser: float = 1, **options) -> None:
-    """Output, final state and every gradient equal the oracle's."""
-    options = {"output_final_state": True, **FUNCTION, **options}
-    ours = titans_memory(*case.tokens, case.weights, **options)
-    right = reference.titans_memory(*case.tokens, case.weights, **options)
-    torch.testing.assert_close(ours[0], right[0], rtol=0, atol=looser * EXACT)
-    assert_same_state(ours[1], right[1], looser * EXACT)
-    for a, b in zip(gradients(*ours, leaves), gradients(*right, leaves), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9 * looser, atol=1e-10 * looser)  # gradients reach 1e2
+compare = partial(deep_cases.compare, **FUNCTION)
 
 
 def by_autograd(case: Case, chunk: int) -> tuple[Tensor, list[Tensor]]:
@@ -185,17 +184,11 @@ def test_any_split_into_calls_gives_what_one_call_gives(cuts, chunk, read, depth
     plan, offset = schedule(4, 25), torch.tensor([0, 6])
     options = {"chunk": chunk, "read": read, "output_final_state": True, **FUNCTION}
     whole, final = titans_memory(*case.tokens, case.weights, activation=plan.activation(HIDDEN, 30, offset=offset), **options)
-    parts, state, position = [], None, offset
-    for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), 30]):
-        activation = plan.activation(HIDDEN, stop - start, offset=position)
-        y, state = titans_memory(*case.piece(start, stop), case.weights, activation=activation, initial_state=state, **options)
-        parts.append(y)
-        position = state.position
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=EXACT)
+    y, state = in_calls(case, [*sorted(cuts), 30], plan, offset, **options)
+    torch.testing.assert_close(y, whole, rtol=0, atol=EXACT)
     assert_same_state(state, final)
     leaves = [*case.tokens, *case.weights]
-    for ours, right in zip(gradients(torch.cat(parts, 1), state, leaves), gradients(whole, final, leaves)):
-        torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(gradients(y, state, leaves), gradients(whole, final, leaves))
 
 
 @pytest.mark.parametrize("update", [{}, EVERY], ids=str)
@@ -208,12 +201,8 @@ def test_steps_equal_the_chunk_form_at_every_token(depth, read, update, blocks, 
     whole, final = titans_memory(*case.tokens, case.weights, activation=plan.activation(HIDDEN, 41, offset=offset), **common)
     _, state = titans_memory(*case.piece(0, 1), case.weights, activation=plan.activation(HIDDEN, 1, offset=offset), **common)
     stepping = {"surprise_clip": update["surprise_clip"], "initial": case.weights} if update else {}
-    steps = []
-    for token in range(1, 41):
-        now = [t[:, token] for t in case.tokens]
-        y, state = titans_step(*now, state, active=plan.active(HIDDEN, state.position), read=read, **stepping, **FUNCTION)
-        steps.append(y)
-    torch.testing.assert_close(torch.stack(steps, 1), whole[:, 1:], rtol=0, atol=EXACT)
+    steps, state = decode(case, state, plan, 1, 41, read=read, **stepping, **FUNCTION)
+    torch.testing.assert_close(steps, whole[:, 1:], rtol=0, atol=EXACT)
     assert_same_state(state, final)
 
 
@@ -222,14 +211,9 @@ def test_gradients_through_steps_are_those_of_the_chunk_form():
     options = {"chunk": 4, "output_final_state": True, **FUNCTION}
     whole, final = titans_memory(*case.tokens, case.weights, activation=plan.activation(HIDDEN, 11), **options)
     first, state = titans_memory(*case.piece(0, 1), case.weights, activation=plan.activation(HIDDEN, 1), **options)
-    parts = [first]
-    for token in range(1, 11):
-        now = [t[:, token] for t in case.tokens]
-        y, state = titans_step(*now, state, active=plan.active(HIDDEN, state.position), **FUNCTION)
-        parts.append(y[:, None])
+    steps, state = decode(case, state, plan, 1, 11, **FUNCTION)
     leaves = [*case.tokens, *case.weights]
-    for ours, right in zip(gradients(torch.cat(parts, 1), state, leaves), gradients(whole, final, leaves)):
-        torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(gradients(torch.cat([first, steps], 1), state, leaves), gradients(whole, final, leaves))
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -248,29 +232,21 @@ def test_one_block_equals_no_schedule_bit_for_bit(depth):
 def test_locked_units_keep_their_bits_and_their_nan_to_themselves(depth, by_step):
     case, plan = gated(2, 17, depth=depth), schedule(3, 27)  # two of three blocks open
     masks = locked(case, 2 * (HIDDEN // 3), "swiglu")
-    for part in case.state:
-        for tensor, mask in zip(part, masks):
-            tensor[:, :, mask] = torch.tensor([float("nan"), -0.0]).repeat(1000)[: int(mask.sum())].double()
-            tensor.requires_grad_()
+    plant(case, masks)
     leaves = [*(t.requires_grad_() for t in case.tokens), *case.state[0], *case.state[1]]
     options = {"chunk": 4, "output_final_state": True, "initial_state": case.state, **FUNCTION}
     if by_step:
         with torch.no_grad():
             y, state = titans_memory(*case.piece(0, 1), case.weights, activation=plan.activation(HIDDEN, 1), **options)
-            for token in range(1, 17):
-                now = [t[:, token] for t in case.tokens]
-                y, state = titans_step(*now, state, active=plan.active(HIDDEN, state.position), **FUNCTION)
-                assert y.isfinite().all()
+            y, state = decode(case, state, plan, 1, 17, **FUNCTION)
     else:
         y, state = titans_memory(*case.tokens, case.weights, activation=plan.activation(HIDDEN, 17), **options)
-        assert y.isfinite().all()
         grads = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
         assert all(g.isfinite().all() for g in grads)
         for grad, mask in zip(grads[6:], [*masks, *masks]):
             assert (grad[:, :, mask] == 0).all() and (grad[:, :, ~mask] != 0).any()
-    for before, after, mask in zip([*case.state[0], *case.state[1]], [*state.weights, *state.momentum], [*masks, *masks]):
-        assert torch.equal(bits(before[:, :, mask]), bits(after[:, :, mask]))
-        assert after[:, :, ~mask].isfinite().all() and not torch.equal(before[:, :, ~mask], after[:, :, ~mask])
+    assert y.isfinite().all()
+    assert_kept(case, state, masks)
 
 
 def test_a_token_changes_nothing_before_it():
@@ -351,25 +327,17 @@ def test_bf16_inputs_are_worked_on_in_fp32():
 
 
 def test_compiled_equals_eager_and_compiles_once_for_all_positions():
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
     def forward(tokens, weights, state, activation):
         return titans_memory(
             *tokens, weights, chunk=4, initial_state=state, activation=activation, output_final_state=True, **FUNCTION
         )
 
-    compiled = torch.compile(forward, fullgraph=True, backend=counter)
-    for start in (0, 3, 18):
+    def call(start):
         case = gated(2, 11, grad=True, seed=start)
         activation = schedule(4, 30).activation(HIDDEN, 11, offset=torch.tensor([start, start + 5]))
-        arguments = (case.tokens, case.weights, case.state, activation)
-        (right, right_state), (y, state) = forward(*arguments), compiled(*arguments)
-        assert torch.equal(y, right) and all(torch.equal(a, b) for a, b in zip(floats(state), floats(right_state)))
-        leaves = [*case.tokens, *case.state[0], *case.state[1]]
-        for ours, theirs in zip(gradients(y, state, leaves), gradients(right, right_state, leaves), strict=True):
-            assert torch.equal(ours, theirs)
-    assert counter.frame_count == 1
+        return (case.tokens, case.weights, case.state, activation), [*case.tokens, *case.state[0], *case.state[1]]
+
+    assert_compiled_once(forward, map(call, (0, 3, 18)))
 
 
 def test_the_kernels_refuse_it_with_a_reason():

@@ -9,9 +9,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from proteus_lm.ops import titans_memory
 from proteus_lm.ops.deep_step import titans_step
 from proteus_lm.ops.state import TitansState
-from tests.ops.deep_cases import HIDDEN, assert_same_state, bits, floats, gradients, make, schedule
-
-EXACT = 1e-12
+from tests.ops.deep_cases import (
+    EXACT,
+    HIDDEN,
+    assert_same_gradients,
+    assert_same_state,
+    bits,
+    decode,
+    floats,
+    gradients,
+    make,
+    schedule,
+)
 
 
 def map_tensors(change, state):
@@ -20,16 +29,6 @@ def map_tensors(change, state):
 
 
 OFFSETS = torch.tensor([0, 5, 33])
-
-
-def decode(case, state, plan, start, stop, **options):
-    """Steps over tokens [start, stop), and the state behind them."""
-    outputs = []
-    for token in range(start, stop):
-        now = [t[:, token] for t in case.tokens]
-        y, state = titans_step(*now, state, active=plan.active(case.units, state.position), **options)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
 
 
 @pytest.mark.parametrize("memory_activation", ["gelu_tanh", "silu"])
@@ -80,9 +79,7 @@ def test_gradients_through_steps_are_those_of_the_chunk_form():
     whole, final = titans_memory(*case.tokens, case.weights, activation=plan.activation(HIDDEN, 11), **options)
     first, state = titans_memory(*case.piece(0, 1), case.weights, activation=plan.activation(HIDDEN, 1), **options)
     steps, state = decode(case, state, plan, 1, 11)
-    pairs = zip(gradients(torch.cat([first, steps], 1), state, leaves), gradients(whole, final, leaves))
-    for ours, right in pairs:
-        torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(gradients(torch.cat([first, steps], 1), state, leaves), gradients(whole, final, leaves))
 
 
 def test_output_has_the_type_of_v_and_the_state_that_of_fp32():

@@ -307,7 +307,7 @@ def test_every_mixer_agrees_with_itself_in_fp64(mixer, kernels):
     assert_same(found[0], found[1], 1e-4)  # fp32 through a whole layer
 
 
-@pytest.mark.parametrize("kernel", ["l2_norm", "rms_norm", "convolve", "comba_vectors"])
+@pytest.mark.parametrize("kernel", ["l2_norm", "rms_norm", "convolve", "comba_vectors", *triton_neighbours.UNCHECKED])
 def test_the_kernels_run_on_a_gpu_alone_and_can_be_turned_off(monkeypatch, kernel):
     x, runs = torch.zeros(2, 4), triton_neighbours.runs
     monkeypatch.delenv("PROTEUS_NEIGHBOURS", raising=False)

@@ -184,6 +184,8 @@ def test_refusals_name_what_the_step_cannot_do():
     assert refused() is None
     assert "not fp32" in str(refused(momentum=[t.bfloat16() for t in state.momentum]))
     assert "gradient" in str(refused(tokens=[t.clone().requires_grad_() for t in now]))
+    narrow = Memory(1, 1, 1, start=1, length=2).state.weights
+    assert "wrong kernel" in str(refused(weights=narrow, tokens=[t.bfloat16() for t in now]))
     turned = state._replace(k=state.k.transpose(0, 1).contiguous().transpose(0, 1))
     with pytest.raises(ValueError, match="not contiguous"):
         memory.step(1, turned, inplace=True)

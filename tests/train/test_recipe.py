@@ -231,3 +231,61 @@ def test_the_two_demo_recipes_differ_in_the_blocks_of_memory_only():
 def test_sections_that_are_missing_are_asked_for():
     with pytest.raises(RecipeError, match="section data lacks path"):
         make_recipe({"train": {"steps": 1}})
+
+
+WAVE = """
+model: {mixer: titans, titans_variant: mac, segment_length: 16, chunk_size: 8, hidden_size: 32, num_heads: 2, positions: window}
+data: {path: some/folder, context: 96}
+train: {steps: 100, wave: 3}
+"""
+
+
+def test_a_wave_of_whole_segments_is_followed_and_saved(tmp_path):
+    recipe = load(tmp_path, WAVE)
+    assert recipe.train.wave == 3 and make_recipe(recipe.to_dict()) == recipe
+    for wave in (0, 1, 2, 6):
+        assert load(tmp_path, WAVE, f"train.wave={wave}").train.wave == wave
+    assert load(tmp_path, WAVE, "train.wave=0", "model.positions=document", "train.gradient_checkpointing=true").train.wave == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.wave=-1"], ["train.wave is -1", "0 or more"]),
+        (
+            ["train.wave=2", "model.positions=document"],
+            ["train.wave is 2", "packed documents", "model.positions=window or train.wave=0"],
+        ),
+        (["train.gradient_checkpointing=true"], ["train.wave is 3", "gradient_checkpointing", "use one of them"]),
+        (["train.wave=4"], ["data.context 96", "multiples of model.segment_length (16)", "train.wave=3", "multiple of 64"]),
+        (
+            ["train.wave=5", "data.context=80", "model.segment_length=32"],
+            ["segment_length (32)", "train.wave=0", "multiple of 160"],
+        ),
+    ],
+)
+def test_a_wave_that_cannot_run_is_refused_with_a_remedy(tmp_path, overrides, words):
+    with pytest.raises(RecipeError) as error:
+        load(tmp_path, WAVE, *overrides)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "wave", "context", "said"),
+    [
+        ("titans", 2, 128, None),
+        ("titans", 4, 128, "multiples of model.chunk_size (64); use train.wave=2, or a data.context that is a multiple of 256"),
+        ("comba", 5, 15, None),
+        ("comba", 4, 15, "two tokens or more; use train.wave=3, or a data.context that is a multiple of 8"),
+        ("comba", 8, 8, "two tokens or more; use train.wave=4, or a data.context that is a multiple of 16"),
+    ],
+)
+def test_pieces_of_a_wave_are_whole_chunks_of_the_memory_where_it_has_them(mixer, wave, context, said):
+    model = {"mixer": mixer, "hidden_size": 32, "num_heads": 2, "positions": "window"}
+    sections = {"model": model, "data": {"path": "some/folder", "context": context}, "train": {"steps": 1, "wave": wave}}
+    if said is None:
+        assert make_recipe(sections).train.wave == wave
+    else:
+        with pytest.raises(RecipeError) as error:
+            make_recipe(sections)
+        assert said in str(error.value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -150,6 +151,10 @@ class Segment:
         shape, device = (1, self.width, self.width), self._whole.device
         make = lambda: _twice(torch.ones(shape, dtype=torch.bool, device=device).tril(), front)  # noqa: E731
         return self._whole.once(("segment", self.width, front), make)
+
+    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """As `TokenSequence.once`, for all layers and for all segments that give the same key."""
+        return self._whole.once(key, make)
 
     @property
     def positions(self) -> Tensor:

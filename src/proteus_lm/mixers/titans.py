@@ -15,6 +15,8 @@ from proteus_lm.ops import TitansState, titans_memory, titans_weights
 from proteus_lm.ops.deep_step import titans_step
 from proteus_lm.ops.memory_activations import matrix_names, memory_function, places
 from proteus_lm.ops.memory_read import titans_surprise
+from proteus_lm.ops.triton_mac import step_sizes
+from proteus_lm.ops.triton_neighbours import runs
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
 
@@ -274,7 +276,13 @@ class TitansMemory(Mixer):
 
     def _step_sizes(self, x: Tensor, gate_map: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """theta, alpha, eta (B, T, H), fp32 or wider; `gate_map` where it was made before."""
-        z, *rest = gate_values(x, *(gate_map or self.gate_map())).split(self.theta.out_features, -1)
+        return self.sizes_of(gate_values(x, *(gate_map or self.gate_map())))
+
+    def sizes_of(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """theta, alpha, eta (B, T, H) from the values z (B, T, gates) of `gate_map`."""
+        if runs("step_sizes", z):
+            return step_sizes(z, self.theta.out_features, self.alpha is not None, self.eta is not None, self.scale / self.chunk)
+        z, *rest = z.split(self.theta.out_features, -1)
         theta = self.scale / self.chunk * torch.sigmoid(z)
         alpha = torch.zeros_like(z) if self.alpha is None else torch.sigmoid(rest[0])
         if self.eta is None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from proteus_lm.mixers.attention import AttentionMixer, AttentionState, Prefix, softmax_read
-from proteus_lm.mixers.base import mean_open
+from proteus_lm.mixers.base import gate_values, mean_open
 from proteus_lm.mixers.combine import Combine
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize
@@ -18,7 +19,14 @@ from proteus_lm.mixers.rotary import rotate, turn_at
 from proteus_lm.mixers.segment import Segment, Slots, Step, cut, join, segments
 from proteus_lm.mixers.state import map_state
 from proteus_lm.mixers.titans import TitansMemory, TitansMixerState
+from proteus_lm.ops import triton_deep
+from proteus_lm.ops._deep_scan import check_position
+from proteus_lm.ops.late_linear import LateLinear
 from proteus_lm.ops.memory_read import titans_read
+from proteus_lm.ops.memory_segment import kernels_run, plan, recall
+from proteus_lm.ops.triton_deep import ChunkPlan
+from proteus_lm.ops.triton_mac import places
+from proteus_lm.ops.triton_neighbours import runs
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
 
@@ -66,13 +74,28 @@ class Pieces(NamedTuple):
     tokens_of: Callable[..., tuple[list[Tensor], Tensor]]
 
 
-class Once(NamedTuple):
-    """What all segments of a forward share: the persistent places, weights put together or cut out of a parameter, and code."""
+class Maps(NamedTuple):
+    """The linear maps of a segment, each as its weights (weight; weight and bias) or made to get its gradient once a forward."""
 
-    prefix: Prefix | None
-    keys_values_map: Tensor
-    gate_map: tuple[Tensor, Tensor]
+    recall: Tensor | LateLinear
+    keys_values: Tensor | LateLinear
+    projection: Tensor | LateLinear
+    gates: tuple[Tensor, Tensor] | LateLinear
+
+
+class Once(NamedTuple):
+    """What all segments of a forward share: keys and values (n, 2, H, D) of the persistent places, maps, code, and whether whole
+    segments run by the kernels of `ops.memory_segment`."""
+
+    front: Tensor | None
+    maps: Maps
     pieces: Pieces
+    kernels: bool
+
+    @property
+    def places(self) -> int:
+        """How many persistent places there are."""
+        return 0 if self.front is None else len(self.front)
 
 
 class MACMixer(TitansMemory):
@@ -170,24 +193,41 @@ class MACMixer(TitansMemory):
         self, x: Tensor, sequence: TokenSequence, state: MACState | None, use_state: bool, pieces: Pieces
     ) -> tuple[Tensor, MACState | None]:
         """The forward, by the given code for the work on a segment."""
-        if state is None:
-            state = self.init_state(sequence.rows, x.device, x.dtype)
+        fresh = state is None
+        state = self.init_state(sequence.rows, x.device, x.dtype) if state is None else state
         given, query = self._given(x, sequence, state.query)
         weight = self.attention.keys_values_map
-        prefix = None if self.persistent is None else self.attention.keys_values(self.persistent, weight)
-        once = Once(prefix, weight, self.gate_map(), pieces)
+        front = None
+        if self.persistent is not None:
+            front = linear(self.persistent.to(weight.dtype), weight).unflatten(-1, (2, *given.k.shape[2:]))
+        kernels = not sequence.is_step and self._kernels_run(given.query)
+        once = Once(front, self._maps(weight, pieces is EAGER and not sequence.is_step), pieces, kernels)
         if sequence.is_step:
             attended, remembered, state = self._within(given, once, Step(sequence, self.segment), state)
         else:
+            if once.kernels and not fresh:
+                at = sequence.offset if sequence.start is None else sequence.start
+                check_position(0 if at is None else at, state.memory.memory.position)
             parts, attended, remembered = segments(sequence, self.segment), [], []
             for part, *tokens in zip(parts, *(cut(tokens, parts) for tokens in given)):
                 y, m, state = self._rows(Given(*tokens), once, part, state)
                 attended.append(y)
                 remembered.append(m)
             attended, remembered = (join(pieces, parts, len(x)) for pieces in (attended, remembered))
-            state = _owned(state) if use_state else state
         y = self.attention.out(self.combine(attended, remembered.flatten(-2)))
-        return y, state._replace(query=query) if use_state else None
+        state = state._replace(query=query)
+        return y, (state if sequence.is_step else _owned(state)) if use_state else None
+
+    def _maps(self, keys_values: Tensor, late: bool) -> Maps:
+        """The maps, with the weight (2 H D, hidden) of that to keys and values. `late`: with gradients once a forward."""
+        gates, projection, recall = self.gate_map(), self.projection.linear.weight, self.recall.weight
+        if not late:
+            return Maps(recall, keys_values, projection, gates)
+        device, kind = recall.device.type, recall.dtype
+        if torch.is_autocast_enabled(device) and kind != torch.float64:
+            kind = torch.get_autocast_dtype(device)
+        first, second, third = (LateLinear(weight, None, kind) for weight in (recall, keys_values, projection))
+        return Maps(first, second, third, LateLinear(*gates, torch.promote_types(gates[0].dtype, torch.float32)))
 
     def _given(self, x: Tensor, sequence: TokenSequence, conv: Tensor) -> tuple[Given, Tensor]:
         """What tokens x (B, T, hidden) bring along, and the state of the queries' convolution."""
@@ -207,48 +247,116 @@ class MACMixer(TitansMemory):
 
     def _within(self, given: Given, once: Once, slots: Slots, state: MACState) -> tuple[Tensor, Tensor, MACState]:
         """Tokens of one segment a row -> the answers of attention (B, T, H D) and of the memory (B, T, H, D), the state behind."""
-        state, schedule = _begin(state, slots.begins), slots.sequence.schedule
+        if slots.whole and once.kernels and isinstance(slots, Segment):
+            return self._whole(given, once, slots, state)
+        state, schedule = _begin(state, slots), slots.sequence.schedule
         active = None if schedule.blocks == 1 else schedule.active(self.units, slots.positions)
-        mask = slots.visible(0 if once.prefix is None else len(once.prefix.keys))
+        mask = slots.visible(once.places)
         if slots.whole:
-            attended, *recalled = once.pieces.answer(self, given, once.keys_values_map, state.weights, active, mask, once.prefix)
+            read = self.read_still(state.weights, given.query, active)
+            attended, *recalled = once.pieces.answer(self, given, once.maps, read, mask, once.front)
             recalled, tokens = AttentionState(*recalled), AttentionState(given.k, given.v)
         else:
-            new = self.recalled(slots.spread(given.query), once.keys_values_map, state.weights, active)
+            read = self.read_still(state.weights, slots.spread(given.query), active)
+            new = self.recalled(read, once.maps).unbind(2)
             keys, values = (slots.gather(t) for t in new)
             keys = rotate(keys, (given.cosine, given.sine))
             recalled = AttentionState(slots.keep(state.recalled.keys, keys), slots.keep(state.recalled.values, values))
             tokens = AttentionState(slots.keep(state.tokens.keys, given.k), slots.keep(state.tokens.values, given.v))
             seen = [torch.cat((h[:, : slots.width], s[:, : slots.width]), 1) for h, s in zip(recalled, tokens)]
-            attended = slots.gather(softmax_read(slots.spread(given.q), seen[0], seen[1], mask, once.prefix)).flatten(-2)
-        made = once.pieces.tokens_of(self, attended, slots.sequence, state.memory.conv, once.gate_map)
+            attended = slots.gather(softmax_read(slots.spread(given.q), seen[0], seen[1], mask, _prefix(once.front))).flatten(-2)
+        made = once.pieces.tokens_of(self, attended, slots.sequence, state.memory.conv, once.maps)
         remembered, memory = self.remember(attended, slots.sequence, state.memory, True, made)
         assert memory is not None
         return attended, remembered, MACState(state.query, state.weights, recalled, tokens, memory)
 
-    def recalled(self, query: Tensor, weight: Tensor, weights: tuple[Tensor, ...], active: Tensor | None) -> Prefix:
-        """Keys and values (N, W, H, D), not turned, of what queries (N, W, H, D) recall from the memory before their segment."""
-        read = titans_read(weights, query, active, memory_activation=self.function, residual_norm=self.norm)
-        return self.attention.keys_values(self.recall_norm(self.recall(read.flatten(-2))), weight)
+    def _whole(self, given: Given, once: Once, part: Segment, state: MACState) -> tuple[Tensor, Tensor, MACState]:
+        """As `_within`, of a whole segment of every row by the Triton kernels: the memory stays as they keep it, and the state has
+        views of that."""
+        memory, sequence = state.memory.memory, part.sequence
+        like, depth, plan = [*memory.weights, *memory.momentum], len(memory.weights), self._plan(part)
+        start = triton_deep.packed(memory.weights, memory.momentum)
+        read, cells = recall(given.query, start, like, plan, self.chunk, self.function)
+        mask = _bias(part, once.places, given.q.dtype)
+        attended, *recalled = once.pieces.answer(self, given, once.maps, read, mask, once.front)
+        tokens, conv = once.pieces.tokens_of(self, attended, sequence, state.memory.conv, once.maps)
+        options = {"chunk": self.chunk, "read": self.read, "memory_activation": self.function}
+        remembered, end = triton_deep.walk(tokens, cells, plan, depth=depth, **options)
+        weights, parts = triton_deep.unpack(start, like)[:depth], triton_deep.unpack(end, like)
+        memory = memory._replace(weights=tuple(parts[:depth]), momentum=tuple(parts[depth:]), position=_behind(sequence))
+        seen = AttentionState(*recalled), AttentionState(given.k, given.v)
+        return attended, remembered, MACState(state.query, tuple(weights), *seen, TitansMixerState(conv, memory))
+
+    def _plan(self, part: Segment) -> ChunkPlan:
+        """What opens where in a whole segment: one plan for all layers, and for all segments that the host knows to open alike."""
+        sequence = part.sequence
+        activation = sequence.placed(self.units)
+        make = lambda: plan(activation, sequence.rows, sequence.length, self.units, self.chunk, sequence.device)  # noqa: E731
+        key = ("memory plan", self.units, self.chunk, sequence.rows, sequence.length)
+        if sequence.schedule.blocks == 1:
+            return part.shared(key, make)
+        assert activation is not None, "several blocks open by position"
+        stretches = activation.segments
+        return sequence.once(key, make) if stretches is None else part.shared((*key, stretches), make)
+
+    def _kernels_run(self, q: Tensor) -> bool:
+        """Whether whole segments run by the Triton kernels, of queries q (N, T, H, D)."""
+        options = {"surprise_clip": self.clip, "decay_target": self.decay_target, "residual_norm": self.norm}
+        return kernels_run(q, self.initial, self.chunk, memory_activation=self.function, **options)
+
+    def read_still(self, weights: tuple[Tensor, ...], query: Tensor, active: Tensor | None) -> Tensor:
+        """What queries (N, W, H, D) find in the memory before their segment."""
+        return titans_read(weights, query, active, memory_activation=self.function, residual_norm=self.norm)
+
+    def recalled(self, read: Tensor, maps: Maps) -> Tensor:
+        """Keys, not turned, and values of what was read (N, W, H, D): (N, W, 2, H, D)."""
+        x = self.recall_norm(_mapped(read.flatten(-2), maps.recall))
+        return _mapped(x, maps.keys_values).unflatten(-1, (2, *read.shape[2:]))
 
 
 def answer(
-    mixer: MACMixer,
-    given: Given,
-    weight: Tensor,
-    weights: tuple[Tensor, ...],
-    active: Tensor | None,
-    mask: Tensor,
-    prefix: Prefix | None,
+    mixer: MACMixer, given: Given, maps: Maps, read: Tensor, mask: Tensor, front: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a whole segment: attention's answer (B, T, H D), and the keys and values that were recalled."""
-    keys, values = mixer.recalled(given.query, weight, weights, active)
+    """Of a whole segment: attention's answer (B, T, H D), and the keys and values that were recalled.
+
+    `mask`: bool, or what is added to the scores.
+    """
+    made = mixer.recalled(read, maps)
+    if runs("places", made, given.k, given.v):
+        keys, values = places(made, given.cosine, given.sine, given.k, given.v, front)
+        length, dim = made.shape[1], made.shape[4]
+        q, k, v = (x.transpose(1, 2) for x in (given.q, keys, values))
+        found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=dim**-0.5).transpose(1, 2)
+        first = keys.shape[1] - 2 * length
+        keys, values = (t[:, first : first + length, :, :dim] for t in (keys, values))
+        return found.flatten(-2), keys, values
+    keys, values = made.unbind(2)
     keys = rotate(keys, (given.cosine, given.sine))
-    read = softmax_read(given.q, torch.cat((keys, given.k), 1), torch.cat((values, given.v), 1), mask, prefix)
-    return read.flatten(-2), keys, values
+    found = softmax_read(given.q, torch.cat((keys, given.k), 1), torch.cat((values, given.v), 1), mask, _prefix(front))
+    return found.flatten(-2), keys, values
 
 
-EAGER = Pieces(answer, TitansMemory.tokens_of)
+def tokens_of(mixer: MACMixer, x: Tensor, sequence: TokenSequence, conv: Tensor, maps: Maps) -> tuple[list[Tensor], Tensor]:
+    """As `TitansMemory.tokens_of`, by the given maps."""
+    y, gates, projection = _mapped(x, maps.projection), maps.gates, mixer.projection
+    z = gates(x) if isinstance(gates, LateLinear) else gate_values(x, *gates)
+    widths = [projection.heads * width for width in projection.widths]
+    if projection.conv is None:
+        parts, after = y.split(widths, -1), conv.to(y.dtype)
+    else:
+        parts, after = projection.conv.parts(y, sequence, conv, widths)
+    return [*(l2_normalize(part.unflatten(-1, (projection.heads, -1))) for part in parts), *mixer.sizes_of(z)], after
+
+
+def _prefix(front: Tensor | None) -> Prefix | None:
+    return None if front is None else Prefix(*front.unbind(1))
+
+
+def _mapped(x: Tensor, by: Tensor | LateLinear) -> Tensor:
+    return by(x) if isinstance(by, LateLinear) else linear(x.to(by.dtype), by)
+
+
+EAGER = Pieces(answer, tokens_of)
 
 
 @cache
@@ -266,8 +374,9 @@ _run_compiled: Callable[..., tuple[Tensor, MACState | None]] = cast(Any, torch.c
 """A forward under `torch.compile`: its loop stays in Python, for a graph of all segments grows with their number."""
 
 
-def _begin(state: MACState, begins: Tensor | bool) -> MACState:
-    """Where a segment begins: the memory as it now stands (a segment is whole chunks), and empty slots."""
+def _begin(state: MACState, slots: Slots) -> MACState:
+    """Where a segment begins: the memory as it now stands (a segment is whole chunks), and empty slots where some stay free."""
+    begins = slots.begins
     if begins is False:
         return state
 
@@ -275,11 +384,32 @@ def _begin(state: MACState, begins: Tensor | bool) -> MACState:
         return new.expand_as(old) if begins is True else torch.where(begins.view(-1, *[1] * (old.dim() - 1)), new, old)
 
     weights = tuple(fresh(new, old) for new, old in zip(state.memory.memory.weights, state.weights))
+    if slots.whole:
+        return state._replace(weights=weights)
     recalled, tokens = (map_state(lambda s: fresh(s.new_zeros(()), s), side) for side in (state.recalled, state.tokens))
     return state._replace(weights=weights, recalled=recalled, tokens=tokens)
 
 
+def _bias(part: Segment, front: int, dtype: torch.dtype) -> Tensor:
+    """`Segment.visible` as what is added to scores: made once, where attention would make it of the mask in every segment. Its
+    rows start at multiples of 16 numbers, as a GPU's kernels want them."""
+
+    def make() -> Tensor:
+        seen = part.visible(front)
+        width = seen.shape[-1]
+        bias = torch.zeros(*seen.shape[:-1], -(-width // 16) * 16, device=seen.device, dtype=dtype)[..., :width]
+        return bias.masked_fill_(~seen, float("-inf"))
+
+    return part.shared(("bias", part.width, front, dtype), make)
+
+
+def _behind(sequence: TokenSequence) -> Tensor:
+    """Position behind the tokens of each row, int64 (N,)."""
+    begin, length, rows = sequence.offset, sequence.length, sequence.rows
+    make = lambda: torch.full((rows,), length, device=sequence.device) if begin is None else begin + length  # noqa: E731
+    return sequence.once("position behind", make)
+
+
 def _owned(state: MACState) -> MACState:
-    """The state with tensors of their own: within a forward they may be those of the memory, or views of all its tokens."""
-    weights, recalled, tokens = map_state(torch.clone, (state.weights, state.recalled, state.tokens))
-    return state._replace(weights=weights, recalled=recalled, tokens=tokens)
+    """The state with tensors of their own: within a forward they may be those of the memory, views, or all layers'."""
+    return map_state(lambda t: t.clone(memory_format=torch.contiguous_format), state)

@@ -56,17 +56,21 @@ class Choice(NamedTuple):
     reason: str
 
 
-# In the order in which `auto` tries them: by speed, as measured on an H200 (benchmarks/results/ops-NVIDIA-H200.md).
-# Titans' kernels ask for more than tensors: its op adds their refusal.
+# In the order in which `auto` tries them: by speed, as measured on an H200 (benchmarks/results/ops-NVIDIA-H200.md), and "native" on
+# a CPU (benchmarks/results/cpu.md). Titans' kernels ask for more than tensors: its op adds their refusal.
 _BACKENDS = (
     Backend(
         "triton",
         lambda operation, tensors: None if operation == "titans_memory" else triton.refuse(operation, tensors),
         "our Triton kernels, the fastest measured",
         cuda=True,
-        held=lambda operation, tensors: triton.UNCHECKED.get(operation),
     ),
     Backend("fla", fla.refuse, "flash-linear-attention's kernels, the next in speed", cuda=True, held=fla.held),
+    Backend(
+        "native",
+        lambda operation, tensors: None if operation == "titans_memory" else "the C kernel is of titans_memory alone",
+        "our C kernel, the fastest measured on a CPU",
+    ),
     Backend("chunk", _nothing, "chunkwise PyTorch, runs on every device and floating type"),
     Backend("reference", _nothing, "token by token, the oracle"),
 )

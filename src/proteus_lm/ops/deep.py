@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from proteus_lm.activation import Activation
-from proteus_lm.ops import reference, triton_deep
+from proteus_lm.ops import native, reference, triton_deep
 from proteus_lm.ops._deep_loss import normalize
 from proteus_lm.ops._deep_scan import check_position, titans_scan
 from proteus_lm.ops._linear_operator import compute_dtype
-from proteus_lm.ops.backend import choose
+from proteus_lm.ops.backend import Known, choose
 from proteus_lm.ops.memory_activations import matrix_names, memory_function, places
 from proteus_lm.ops.rows import check_packed
 from proteus_lm.ops.state import TitansState
@@ -77,7 +77,8 @@ def titans_memory(
             momentum) of tensors (N, H, in, out), which stand at the activation's offset (0 without one).
         cu_seqlens: int (N + 1,), boundaries of the documents packed in one row (B = 1); memory and position start anew at each.
         output_final_state: return the state behind the last token (of each document) too.
-        backend: "auto", "chunk" (the dual form, by chunks), "triton" (the same in GPU kernels) or "reference" (token by token).
+        backend: "auto", "chunk" (the dual form, by chunks), "triton" (the same in GPU kernels), "native" (in C, fp32 on a CPU) or
+            "reference" (token by token).
 
     Returns:
         y (B, T, H, Dv) in v's type; the state of N rows (N = B, or the documents) in fp32 or fp64, or None.
@@ -97,7 +98,7 @@ def titans_memory(
     _check_state(initial_state, tokens, weights, chunk, rows)
     common = {"chunk": chunk, "read": read, "memory_activation": memory_activation, "cu_seqlens": cu_seqlens}
     update = {"surprise_clip": surprise_clip, "decay_target": decay_target, "residual_norm": residual_norm}
-    refused = refusals(tokens, weights, chunk, backend, memory_activation=memory_activation, **update)
+    refused = refusals(tokens, weights, chunk, backend, memory_activation=memory_activation, state=initial_state, **update)
     chosen = choose("titans_memory", backend, *tokens, *weights, refused=refused)
     if chosen == "reference":
         more = {"activation": activation, "initial_state": initial_state, "output_final_state": output_final_state}
@@ -106,7 +107,7 @@ def titans_memory(
         tokens = (q, k, residual(k, v, compute_dtype(*tokens, *weights)), theta, alpha, eta)
     start, at = _start(tokens, weights, chunk, rows, activation, initial_state)
     options = {
-        "kernel": chosen == "triton",
+        "kernel": chosen if chosen in ("triton", "native") else None,
         "carried": isinstance(initial_state, TitansState),
         "read": read,
         "memory_activation": memory_activation,
@@ -129,23 +130,31 @@ def refusals(
     decay_target: str = "zero",
     residual_norm: Norm | None = None,
     memory_activation: str = "gelu_tanh",
-) -> dict[str, str | None]:
-    """What `backend.explain` cannot know: why the Triton kernels do not run these inputs (q, k, v, theta, alpha, eta), or None.
+    state: InitialState | None = None,
+) -> Known:
+    """What `backend.explain` cannot know: by backend, why our kernels do not run inputs (q, k, v, theta, alpha, eta); or None.
 
-    In fp32 they multiply in tf32, which `auto` takes only where PyTorch is allowed to.
+    In fp32 the Triton kernels multiply in tf32, which `auto` takes only where PyTorch is allowed to. The C kernel is asked when it
+    matters, for it may have to be built to tell.
     """
-    refusal = refused_update(surprise_clip, decay_target, residual_norm, memory_activation)
-    refusal = refusal or triton_deep.refuse(tokens, weights, chunk)
-    exact = tokens[0].dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    if refusal is None and backend == "auto" and exact:
+    update = refused_update(surprise_clip, decay_target, residual_norm, memory_activation)
+    refusal = update or triton_deep.refuse(tokens, weights, chunk)
+    if refusal is None and backend == "auto" and tokens[0].dtype == torch.float32 and _products_are_exact():
         refusal = "fp32 inputs, and the kernels multiply in tf32; torch.set_float32_matmul_precision('high') allows it"
-    return {"triton": refusal}
+    start = () if state is None else (*state[0], *state[1])
+    return {"triton": refusal, "native": lambda: update or native.refuse(tokens, (*weights, *start), len(weights))}
+
+
+@torch.compiler.assume_constant_result
+def _products_are_exact() -> bool:
+    """Whether PyTorch may not multiply in tf32."""
+    return torch.get_float32_matmul_precision() == "highest"
 
 
 def refused_update(
     surprise_clip: float | None, decay_target: str, residual_norm: Norm | None, memory_activation: str
 ) -> str | None:
-    """Why the Triton kernels, of a call or of a step, do not take these options, or None."""
+    """Why the kernels, of a call or of a step, do not take these options, or None."""
     if memory_function(memory_activation).arity > 1:
         return f"memory_activation is {memory_activation!r}, and the kernels have no gated hidden layer"
     if surprise_clip is not None:
@@ -214,7 +223,7 @@ def chunk_form(
     carried: bool,
     read: str,
     memory_activation: str,
-    kernel: bool = False,
+    kernel: str | None = None,
     clip: float | None = None,
     target: Sequence[Tensor] = (),
     norm: Sequence[Tensor] = (),
@@ -225,7 +234,7 @@ def chunk_form(
         start: the state to start from; `carried` says whether its open rows hold tokens and its position is binding.
         at: int64 (N or 1), position of each row's first token; a number where all rows agree and the host knows it.
         active: int64 (B or 1, T), open coordinates of each token.
-        kernel: run it by the Triton kernels, which know none of the next.
+        kernel: "triton" or "native": run it by these kernels, which know none of the next; None: by PyTorch.
         clip: limit of a token's gradient, or None.
         target: (H, in, out) of each layer, what the weights decay to; nothing: to zero.
         norm: gain and bias (H, D) of a residual memory: the tokens' v is then `residual`, and the result wants `answer`.
@@ -235,10 +244,16 @@ def chunk_form(
     target, norm = ([t.to(start.weights[0].dtype) for t in part] for part in (target, norm))
     needed = [*tokens, *start.weights, *start.momentum, *target, *norm, *earlier]
     held, position = (start.active, start.position) if carried else (None, None)
-    if kernel:
+    offset = torch.tensor([at]) if isinstance(at, int) else at
+    if kernel == "triton":
         check_position(at, position)
         out = triton_deep.scan(
             tokens, earlier, start.weights, start.momentum, active, held, at, cu_seqlens,
+            chunk=chunk, read=read, memory_activation=memory_activation, final=output_final_state,
+        )  # fmt: skip
+    elif kernel == "native":
+        out = native.scan(
+            tokens, earlier, start.weights, start.momentum, active, held, at, position, cu_seqlens,
             chunk=chunk, read=read, memory_activation=memory_activation,
         )  # fmt: skip
     else:

@@ -69,7 +69,7 @@ def titans_step(
     refusal = refusal or triton_deep.refuse_step((q, *tokens), state.weights, state.momentum, state.k.shape[1])
     if backend == "auto":
         refusal = refusal or triton_deep.unchecked_step((q, *tokens), state.weights, state.k.shape[1])
-    refused = {"triton": refusal}
+    refused = {"triton": refusal, "native": "the C kernel has no single step"}
     if choose("titans_memory", backend, q, k, v, refused=refused) == "triton":
         return triton_deep.step((q, *tokens), state, active, read, memory_activation, inplace)
     if inplace:

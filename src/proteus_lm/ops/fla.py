@@ -26,9 +26,9 @@ KERNELS = {
     "comba": "comba.chunk_comba",
 }
 """Where each rule is, in `fla.ops`. Comba's p and our order of arguments go by name (spec/linear.md 1.3, trap C4)."""
-UNCHECKED: dict[str, str] = dict.fromkeys(
-    KERNELS, "of this backend only comba at K = V = 128 has been checked on a GPU (docs/kernels.md); ask for it by name"
-)
+UNCHECKED: dict[str, str] = {
+    "gated_delta_rule": "it has not been checked through this backend on a GPU (docs/kernels.md); ask for it by name"
+}
 """Rules that `auto` leaves to others until benchmarks/ops.py has found them right through this backend, at sizes it would get."""
 MAX_KEYS = 256  # of the rules that write an error (fla/ops/common/chunk_delta_h.py)
 

@@ -31,8 +31,9 @@ class TitansState(NamedTuple):
     Weights of the current token follow from the boundary by the open rows: `ops.titans_weights`.
 
     Args:
-        weights: W1 .. WL at the boundary, each (N, H, in, out), fp32 or wider.
-        momentum: S1 .. SL, likewise.
+        weights: the memory's matrices at the boundary, each (N, H, in, out), fp32 or wider: W1 .. WL, or of a gated memory
+            ("swiglu") W1, U1, W2, U2 .. WL, as `ops.memory_activations.matrix_names` names them.
+        momentum: that of each matrix, likewise.
         k: (N, chunk, H, D).  v: (N, chunk, H, Dv).  theta, alpha, eta: (N, chunk, H).
         active: int64 (N, chunk), open hidden units at each token of the open chunk, 0 for an empty slot.
         position: int64 (N,), tokens of the document seen so far, i.e. the position of the next token.

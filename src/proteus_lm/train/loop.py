@@ -83,6 +83,7 @@ def _prepare(recipe: Recipe, out: Path, resume: str, device: torch.device, stack
     if options.gradient_checkpointing:
         # Its name from transformers 5.2x on, and the one before.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model.wave = options.wave
     ranks.check_same(model)
     groups = decay_groups(model)
     forward = torch.compile(model) if options.compile else model

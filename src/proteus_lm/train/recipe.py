@@ -71,6 +71,8 @@ class TrainRecipe:
         tensorboard: also write RUN/tensorboard. wandb: also log to this project of Weights & Biases (extra `wandb`).
         compile: torch.compile the forward and backward pass.
         cuda_graph: capture forward and backward of a micro-batch once and replay it, for models bound by launches (MAC).
+        wave: pieces that a window is cut into, so that on a GPU a layer works on one while the layer below is at the next
+            (`proteus_lm.wave`; for MAC, with cuda_graph); 0 or 1 = none.
         skip_nonfinite: on a non-finite loss or gradient leave the update out, count and report it, and go on (the schedule and the
             data advance); False = stop before the update with the batch saved.
         gradient_checkpointing: recompute each layer in the backward pass to save memory.
@@ -103,6 +105,7 @@ class TrainRecipe:
     wandb: str | None = None
     compile: bool = False
     cuda_graph: bool = False
+    wave: int = 0
     skip_nonfinite: bool = False
     gradient_checkpointing: bool = False
 
@@ -112,7 +115,7 @@ class TrainRecipe:
         for name in ("micro_batch_size", "threads", "validate_every", "save_every"):
             value = getattr(self, name)
             _rule(f"train.{name}", value, value is None or value >= 1, "at least 1, or null")
-        for name in ("warmup", "validate_tokens", "seed", "weight_decay"):
+        for name in ("warmup", "validate_tokens", "seed", "weight_decay", "wave"):
             _rule(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("lr", "eps"):
             _rule(f"train.{name}", getattr(self, name), getattr(self, name) > 0, "greater than 0")
@@ -198,6 +201,7 @@ def make_recipe(sections: Mapping[str, Mapping[str, Any]]) -> Recipe:
         for name in ("decay_locked", "bias_correction"):
             value, default = getattr(train, name), getattr(TrainRecipe, name)
             _rule(f"train.{name}", value, value == default, f"left out ({default!r}): the model has no update_blocks")
+    _check_wave(model, data.context, train)
     return Recipe(model=model, data=data, train=train)
 
 
@@ -227,6 +231,34 @@ def _model_section(model: dict[str, Any], context: int) -> dict[str, Any]:
             f"open in training; leave memory_context out (it is then {context}) or train with a longer context"
         )
     return model
+
+
+def _check_wave(model: dict[str, Any], context: int, train: TrainRecipe) -> None:
+    """Raise RecipeError for a wave that would not run, or whose pieces would cut a segment or an inner chunk of the memory."""
+    from proteus_lm.config import ProteusConfig
+
+    if train.wave < 2:
+        return
+    config = ProteusConfig(**model)
+    if config.positions == "document":
+        raise RecipeError(
+            f"train.wave is {train.wave} with model.positions 'document', whose packed documents are not cut into pieces; use "
+            "model.positions=window or train.wave=0"
+        )
+    if train.gradient_checkpointing:
+        raise RecipeError(
+            f"train.wave is {train.wave} with train.gradient_checkpointing, which would run each layer's pieces again one after "
+            "the other; use one of them"
+        )
+    name = next((n for n in ("segment_length", "chunk_size") if n in config.mixer_class.fields), None)
+    whole = 1 if name is None else getattr(config, name)
+    if context % (train.wave * whole) or context < 2 * train.wave:
+        most = max((n for n in range(2, train.wave) if context % (n * whole) == 0), default=0)
+        of = "two tokens or more" if name is None else f"whole multiples of model.{name} ({whole})"
+        raise RecipeError(
+            f"train.wave is {train.wave} with data.context {context}: its pieces must be of one length, {of}; use "
+            f"train.wave={most}, or a data.context that is a multiple of {train.wave * max(whole, 2)}"
+        )
 
 
 def _preset(*, preset: Any, mixer: Any = None, **fields: Any) -> dict[str, Any]:

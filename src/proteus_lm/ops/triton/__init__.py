@@ -17,10 +17,6 @@ from proteus_lm.activation import Activation
 from proteus_lm.ops.state import SWLAState
 
 OPERATIONS = ("retention", "swla", "delta_rule", "gated_delta_rule", "comba")
-UNCHECKED = {
-    "swla": "its gradient kernels changed since they were last checked on a GPU (results/ops-tuning.md); ask for it by name",
-}
-"""Operations that `auto` leaves to PyTorch, whose decoding kernel does not run either, until benchmarks/ops.py finds them right."""
 MAX_KEYS, MAX_VALUES = 256, 512
 MAX_KEYS_FLOAT = 128  # beyond, fp32 spills so much that compiling alone takes minutes
 
@@ -67,8 +63,6 @@ def refuse_step(operation: str, tensors: tuple[Tensor, ...], state: Tensor, read
     """
     if operation not in OPERATIONS or read != "post":
         return f"no decoding kernel for {operation} with read {read!r}"
-    if operation in UNCHECKED:
-        return UNCHECKED[operation]
     if operation == "swla" and tensors[3].shape[-1] != 2:
         return f"a window of {tensors[3].shape[-1]} tokens; the decoding kernel is for 2"
     if not state.is_cuda or not installed():

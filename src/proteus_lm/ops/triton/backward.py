@@ -143,21 +143,25 @@ def columns_of(x, token, here, v0, values, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def wrote_before(pairs, late, early, C: tl.constexpr, DIAGONAL: tl.constexpr, TURNED: tl.constexpr, HAS_G: tl.constexpr):
-    """pairs times the decay e^(late_r - early_j), if any, where token j wrote before token r read (or is r); zero elsewhere.
-
-    Rows are r and columns j, or the other way round where TURNED.
-    """
-    rows = tl.arange(0, C)[:, None]
-    columns = tl.arange(0, C)[None, :]
-    if TURNED:
-        seen = columns >= rows if DIAGONAL else columns > rows
-        gap = late[None, :] - early[:, None]
+def written(fresh, token, here, v0, values, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr):
+    """The same of what a chunk wrote: `fresh` (V, C) of `scan`, or without DELTA v."""
+    if DELTA:
+        col = v0 + tl.arange(0, BV)
+        at = fresh + col[:, None] * C + tl.arange(0, C)[None, :]
+        tile = tl.trans(tl.load(at, mask=(col < values)[:, None], other=0.0))
     else:
-        seen = rows >= columns if DIAGONAL else rows > columns
-        gap = late[:, None] - early[None, :]
+        tile = columns_of(fresh, token, here, v0, values, V, BV)
+    return tile
+
+
+@triton.jit
+def wrote_before(pairs, late, early, C: tl.constexpr, DIAGONAL: tl.constexpr, HAS_G: tl.constexpr):
+    """pairs (r, j) times the decay e^(late_r - early_j), if any, where token j wrote before token r read (or is r); else zero."""
+    r = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    seen = r >= j if DIAGONAL else r > j
     if HAS_G:
-        pairs *= tl.exp(tl.where(seen, gap, 0.0))
+        pairs *= tl.exp(tl.where(seen, late[:, None] - early[None, :], 0.0))
     return tl.where(seen, pairs, 0.0)
 
 
@@ -203,7 +207,14 @@ def gradients(
     first = start * H + h
     slot = c * H + h
     row = tile * KT + tl.arange(0, KT)
-    at = first * K + token[:, None] * K + row[None, :]
+    at = token[:, None] * K + row[None, :]
+    q += first * K
+    k += first * K
+    p += first * K
+    dq += first * K
+    dk += first * K
+    if HAS_P:
+        dp += first * K
     inside = here[:, None] & (row < K)[None, :]
     if KEY:
         zero = tl.zeros([C, KT], dtype)
@@ -216,7 +227,7 @@ def gradients(
     mask = here[:, None] & (row < keys)[None, :]
     do += first * V
     dv += first * V
-    fresh += first * V
+    fresh += slot * V * C if DELTA else first * V
     states += slot * V * K
     dstates += slot * V * K
     dg += tile * span
@@ -226,6 +237,12 @@ def gradients(
     if WINDOW or (DELTA and HAS_G and not DECAYED):
         before = tl.load(gate + 4 * C + o)
     late = before if WINDOW else running  # the log decay with which a token reads
+    # What is small is fetched here: a wait for memory between two products is a wait of the whole program.
+    reads = tl.load(gate + o)
+    left = tl.load(gate + C + o)
+    if DELTA:
+        predicts = tl.load(gate + 2 * C + o)
+        strength = tl.load(gate + 5 * C + o)
     if WINDOW:
         dbeta += tile * span * 2
         own = tl.load(gate + 5 * C + o)
@@ -233,12 +250,12 @@ def gradients(
         omega = at_least(own * follows + tl.load(gate + 2 * C + o), FLOOR)
 
     x_q = tl.zeros([C, KT], tl.float32)
-    x_k = tl.zeros([C, KT], tl.float32)
+    x_k = tl.zeros([KT, C], tl.float32)
     x_p = tl.zeros([C, KT], tl.float32)
     held = 0.0
     if ONE:
         b_do = columns_of(do, token, here, 0, values, V, BV)
-        b_u = columns_of(fresh, token, here, 0, values, V, BV)
+        b_u = written(fresh, token, here, 0, values, V, C, BV, DELTA)
         if DELTA:
             b_e = columns_of(dv, token, here, 0, values, V, BV)
         b_s = state_tile(states, row, keys, 0, values, K, BV)
@@ -249,22 +266,18 @@ def gradients(
             held = tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
     else:
         asked = tl.zeros([C, C], tl.float32)
-        asked_t = tl.zeros([C, C], tl.float32)
         missed = tl.zeros([C, C], tl.float32)
-        missed_t = tl.zeros([C, C], tl.float32)
         for v0 in tl.range(0, values, BV, num_stages=1):
             b_do = columns_of(do, token, here, v0, values, V, BV)
-            b_u = columns_of(fresh, token, here, v0, values, V, BV)
+            b_u = written(fresh, token, here, v0, values, V, C, BV, DELTA)
             b_s = state_tile(states, row, keys, v0, values, K, BV)
             b_ds = state_tile(dstates, row, keys, v0, values, K, BV)
             asked = tl.dot(b_do, tl.trans(b_u), asked, input_precision=PRECISION)
-            asked_t = tl.dot(b_u, tl.trans(b_do), asked_t, input_precision=PRECISION)
             x_q = tl.dot(b_do, b_s, x_q, input_precision=PRECISION)
-            x_k = tl.dot(b_u, b_ds, x_k, input_precision=PRECISION)
+            x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), x_k, input_precision=PRECISION)
             if DELTA:
                 b_e = columns_of(dv, token, here, v0, values, V, BV)
                 missed = tl.dot(b_e, tl.trans(b_u), missed, input_precision=PRECISION)
-                missed_t = tl.dot(b_u, tl.trans(b_e), missed_t, input_precision=PRECISION)
                 x_p = tl.dot(b_e, b_s, x_p, input_precision=PRECISION)
             if HAS_G:
                 held += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
@@ -274,7 +287,7 @@ def gradients(
     same = o[:, None] == o[None, :]
     if ONE:  # each product is made where it is used: accumulators are what this kernel is short of
         asked = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
-    pairs = wrote_before(asked, late, running, C, not WINDOW, False, HAS_G) * scale
+    pairs = wrote_before(asked, late, running, C, not WINDOW, HAS_G) * scale
     if WINDOW:
         near = tl.sum(tl.where(same, asked, 0.0), 1) * scale
         pairs *= omega[None, :]
@@ -283,27 +296,41 @@ def gradients(
     b_pairs = pairs.to(dtype)
     if ONE:
         x_q = tl.dot(b_do, b_s, input_precision=PRECISION)
-    x_q = tl.dot(b_pairs, b_k, x_q * tl.load(gate + o)[:, None], input_precision=PRECISION)
+    x_q = tl.dot(b_pairs, b_k, x_q * reads[:, None], input_precision=PRECISION)
     if HAS_G:
         d_read = tl.sum(x_q * b_q.to(tl.float32), 1)
     if WINDOW:
         x_q += (own * near)[:, None] * b_k.to(tl.float32)
     tl.store(dq + at, x_q.to(dtype), mask=inside)
 
+    # dk is worked out turned, so that what was asked and missed is used as it stands.
     if ONE:
-        asked_t = tl.dot(b_u, tl.trans(b_do), input_precision=PRECISION)
-    pairs = wrote_before(asked_t, late, running, C, not WINDOW, True, HAS_G) * scale
-    if WINDOW:
-        pairs *= omega[:, None]
-    b_pairs = pairs.to(dtype)
-    if ONE:
-        x_k = tl.dot(b_u, b_ds, input_precision=PRECISION)
-    x_k *= tl.load(gate + C + o)[:, None]
-    d_total = tl.sum(x_k * b_k.to(tl.float32), 1)
-    x_k = tl.dot(b_pairs, b_q, x_k, input_precision=PRECISION)
-    if WINDOW:
-        # From the same rounded products as d_read: where all decays nearly to nothing, dg is the difference of the two.
+        x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), input_precision=PRECISION)
+    x_k *= left[None, :]
+    if HAS_G:
+        d_total = tl.sum(x_k * tl.trans(b_k).to(tl.float32))
+    x_k = tl.dot(tl.trans(b_q), b_pairs, x_k, input_precision=PRECISION)
+    if DELTA:
+        b_p = b_k
+        if HAS_P:
+            b_p = tl.load(p + at, mask=mask, other=0.0)
+        if ONE:
+            missed = tl.dot(b_e, tl.trans(b_u), input_precision=PRECISION)
+        if tile == 0:
+            diagonal = tl.sum(tl.where(same, missed, 0.0), 1)
+            tl.store(dbeta + first + token, diagonal / strength / strength, mask=here)
+        b_pairs = (-wrote_before(missed, before, running, C, False, HAS_G)).to(dtype)
+        x_k = tl.dot(tl.trans(b_p), b_pairs, x_k, input_precision=PRECISION)
+        if ONE:
+            x_p = tl.dot(b_e, b_s, input_precision=PRECISION)
+        x_p = tl.dot(b_pairs, b_k, x_p * -predicts[:, None], input_precision=PRECISION)
+        d_before = tl.sum(x_p * b_p.to(tl.float32), 1)
+        if HAS_P:
+            tl.store(dp + at, x_p.to(dtype), mask=inside)
+    x_k = tl.trans(x_k)
+    if HAS_G:
         d_write = -tl.sum(x_k * b_k.to(tl.float32), 1)
+    if WINDOW:
         d_omega = -d_write / omega
         x_k += (own * near)[:, None] * b_q.to(tl.float32)
         scores = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
@@ -311,33 +338,8 @@ def gradients(
         here = o < tl.where(tl.load(chunks + c * 5 + 4) > 0, count, count - 1)
         first += H  # the token after has the decay and the second weight that a pair meets
         tl.store(dbeta + (first + token) * 2 + 1, d_omega, mask=here)
-    if DELTA:
-        b_p = b_k
-        if HAS_P:
-            b_p = tl.load(p + at, mask=mask, other=0.0)
-        if ONE:
-            missed_t = tl.dot(b_u, tl.trans(b_e), input_precision=PRECISION)
-        b_pairs = (-wrote_before(missed_t, before, running, C, False, True, HAS_G)).to(dtype)
-        x_k = tl.dot(b_pairs, b_p, x_k, input_precision=PRECISION)
-        if ONE:
-            missed = tl.dot(b_e, tl.trans(b_u), input_precision=PRECISION)
-        if tile == 0:
-            strength = tl.load(gate + 5 * C + o)
-            diagonal = tl.sum(tl.where(same, missed, 0.0), 1)
-            tl.store(dbeta + first + token, diagonal / strength / strength, mask=here)
-        b_pairs = (-wrote_before(missed, before, running, C, False, False, HAS_G)).to(dtype)
-        if ONE:
-            x_p = tl.dot(b_e, b_s, input_precision=PRECISION)
-        x_p = tl.dot(b_pairs, b_k, x_p * -tl.load(gate + 2 * C + o)[:, None], input_precision=PRECISION)
-        d_before = tl.sum(x_p * b_p.to(tl.float32), 1)
-        if HAS_G:
-            d_write = -tl.sum(x_k * b_k.to(tl.float32), 1)
-        if HAS_P:
-            tl.store(dp + at, x_p.to(dtype), mask=inside)
-        else:
-            x_k += x_p
-    elif HAS_G and not WINDOW:
-        d_write = -tl.sum(x_k * b_k.to(tl.float32), 1)
+    if DELTA and not HAS_P:
+        x_k += x_p
     tl.store(dk + at, x_k.to(dtype), mask=inside)
 
     if HAS_G:
@@ -351,7 +353,7 @@ def gradients(
                 upto += d_before
             else:
                 behind = d_before
-        held = held * tl.exp(tl.load(gate + 4 * C - 1)) + tl.sum(d_total, 0)
+        held = held * tl.exp(tl.load(gate + 4 * C - 1)) + d_total
         d_g = tl.cumsum(upto, 0, reverse=True) + held
         if WINDOW or (DELTA and not DECAYED):
             d_g += tl.cumsum(behind, 0, reverse=True) - behind

@@ -82,6 +82,22 @@ def at_least(strength, FLOOR: tl.constexpr):
 
 
 @triton.jit
+def rows_of(
+    k, q, p, token, here, k0, limit, K: tl.constexpr, KT: tl.constexpr, DELTA: tl.constexpr, HAS_P: tl.constexpr
+):  # fmt: skip
+    """Columns k0 .. k0 + KT of a chunk's rows of k, q and p (C, KT), zero from `limit` on; k for p where there is none."""
+    col = k0 + tl.arange(0, KT)
+    at = token[:, None] * K + col[None, :]
+    mask = here[:, None] & (col < limit)[None, :]
+    b_k = tl.load(k + at, mask=mask, other=0.0)
+    b_q = tl.load(q + at, mask=mask, other=0.0)
+    b_p = b_k
+    if DELTA and HAS_P:
+        b_p = tl.load(p + at, mask=mask, other=0.0)
+    return b_k, b_q, b_p
+
+
+@triton.jit
 def prepare(
     q, k, p, g, beta, chunks, gates, solve, attend, scale,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, D: tl.constexpr,
@@ -118,6 +134,28 @@ def prepare(
         omega = at_least(own * tl.exp(decay) + again, FLOOR)
     elif HAS_G:
         decay = tl.load(g + first + token, mask=here, other=0.0).to(tl.float32)
+    if DELTA:
+        strength = at_least(tl.load(beta + first + token, mask=here, other=0.0).to(tl.float32), FLOOR)
+
+    # Loads first: the running sum below has barriers, which loads behind it would wait for.
+    dtype: tl.constexpr = q.dtype.element_ty
+    WHOLE: tl.constexpr = K <= KT
+    read = tl.zeros([C, C], tl.float32)
+    a = tl.zeros([C, C], tl.float32)
+    q += first * K
+    k += first * K
+    if HAS_P:
+        p += first * K
+    if WHOLE:
+        b_k, b_q, b_p = rows_of(k, q, p, token, here, 0, limit, K, KT, DELTA, HAS_P)
+        read = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    else:
+        for k0 in range(0, limit, KT):
+            b_k, b_q, b_p = rows_of(k, q, p, token, here, k0, limit, K, KT, DELTA, HAS_P)
+            read = tl.dot(b_q, tl.trans(b_k), read, input_precision=PRECISION)
+            if DELTA:
+                a = tl.dot(b_p, tl.trans(b_k), a, input_precision=PRECISION)
+
     running = tl.cumsum(decay, 0)
     before = running if DECAYED else running - decay
     total = tl.sum(tl.where(o == C - 1, running, 0.0), 0)
@@ -134,22 +172,6 @@ def prepare(
         tl.store(gates + slot + o, tl.exp(running) * scale)
         tl.store(gates + slot + C + o, left)
 
-    dtype: tl.constexpr = q.dtype.element_ty
-    read = tl.zeros([C, C], tl.float32)
-    a = tl.zeros([C, C], tl.float32)
-    # One step where the tile holds all rows, with bounds the compiler can see.
-    for k0 in range(0, K if K <= KT else limit, KT):
-        col = k0 + tl.arange(0, KT)
-        at = token[:, None] * K + col[None, :]
-        mask = here[:, None] & (col < limit)[None, :]
-        b_k = tl.load(k + first * K + at, mask=mask, other=0.0)
-        b_q = tl.load(q + first * K + at, mask=mask, other=0.0)
-        read = tl.dot(b_q, tl.trans(b_k), read, input_precision=PRECISION)
-        if DELTA:
-            b_p = b_k
-            if HAS_P:
-                b_p = tl.load(p + first * K + at, mask=mask, other=0.0)
-            a = tl.dot(b_p, tl.trans(b_k), a, input_precision=PRECISION)
     r = o[:, None]
     j = o[None, :]
     square = r * C + j
@@ -161,11 +183,11 @@ def prepare(
         read *= tl.exp(tl.where(r >= j, running[:, None] - running[None, :], 0.0)) * scale
     tl.store(attend + corner + square, tl.where(r >= j, read, 0.0).to(dtype))
     if DELTA:
-        strength = tl.load(beta + first + token, mask=here, other=0.0).to(tl.float32)
-        strength = at_least(strength, FLOOR)
         tl.store(gates + slot + 2 * C + o, tl.exp(before))
         tl.store(gates + slot + 4 * C + o, before)
         tl.store(gates + slot + 5 * C + o, strength)
+        if WHOLE:
+            a = tl.dot(b_p, tl.trans(b_k), input_precision=PRECISION)
         a *= tl.exp(tl.where(r > j, before[:, None] - running[None, :], 0.0)) * strength[:, None]
         a = tl.where(r > j, a, 0.0)
         inverse = unit_lower_inverse(a, C, D, HALF, PRECISION) * strength[None, :]
@@ -293,13 +315,13 @@ def scan(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr,
     TILES: tl.constexpr, DELTA: tl.constexpr, HAS_P: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One document, one head, BV value columns: the whole walk. The tile that opens first is the longest walk and starts first.
 
     With WINDOW a tile is walked from the chunk before the one that opens it, whose last pair it receives.
 
-    initial, final: fp32 (N, H, K, V).  fresh: as v.  states: (chunks, H, V, K), the state before each chunk, what
+    initial, final: fp32 (N, H, K, V).  fresh: (chunks, H, V, C).  states: (chunks, H, V, K), the state before each chunk, what
     is open in it (with WINDOW, or opens behind it).
     """
     lane = tl.program_id(0) % (N * H)
@@ -376,12 +398,17 @@ def scan(
                 if HAS_P:
                     p0, p1, p2, p3 = fetch(p + place * K, o * H, here, keys, K, KT, phase + 1)
                 guess = project(s0, s1, s2, s3, p0, p1, p2, p3, phase + 1, PRECISION)
-                rest = u.to(tl.float32) - guess * tl.load(gates + slot * 6 * C + 2 * C + o)[None, :]
+                guess *= -tl.load(gates + slot * 6 * C + 2 * C + o)[None, :]
                 if VALUE and HAS_INITIAL:
-                    rest = tl.where((column < values)[:, None], rest, 0.0)
-                u = tl.dot(rest.to(dtype), tl.trans(tl.load(solve + slot * C * C + square)), input_precision=PRECISION).to(dtype)
+                    guess = tl.where((column < values)[:, None], guess, 0.0)
+                b_solve = tl.trans(tl.load(solve + slot * C * C + square))
+                if HALF:  # two products in place of a difference: only what a product takes whole is copied ahead of its round
+                    asked = tl.dot(u, b_solve, input_precision=PRECISION)
+                    u = tl.dot(guess.to(dtype), b_solve, asked, input_precision=PRECISION).to(dtype)
+                else:
+                    u = tl.dot(u + guess, b_solve, input_precision=PRECISION)
                 if SAVE:
-                    tl.store(fresh + place * V + at, u, mask=here[None, :] & (column < V)[:, None])
+                    tl.store(fresh + slot * V * C + column[:, None] * C + o[None, :], u, mask=(column < V)[:, None])
             q0, q1, q2, q3 = fetch(q + place * K, o * H, here, keys, K, KT, phase + 1)
             y = project(s0, s1, s2, s3, q0, q1, q2, q3, phase + 1, PRECISION) * tl.load(gates + slot * 6 * C + o)[None, :]
             y = tl.dot(u, tl.trans(tl.load(attend + slot * C * C + square)), y, input_precision=PRECISION)

@@ -119,14 +119,18 @@ def _gate(s: Shape) -> dict[str, Any]:
 
 
 @cache
-def _stages(keys: int, half: bool) -> int:
-    """Stages of the walks' pipeline: three keep two chunks on their way, but take up to 218 KiB of shared memory (Comba's)."""
+def _stages(keys: int, half: bool, device: torch.device) -> int:
+    """Stages of the walks' pipeline: three, two chunks ahead of their use, where the device has the 226 KiB that Comba's take."""
     if not half or keys > 128:
         return 1
-    return 3 if INTERPRETED or torch.cuda.get_device_capability() >= (9, 0) else 2
+    if INTERPRETED:
+        return 3
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = cast("Any", triton.runtime.driver.active).utils.get_device_properties(index)["max_shared_mem"]
+    return 3 if shared >= 226 * 1024 else 2
 
 
-def _walk(s: Shape, rule: str, has_p: bool, half: bool) -> dict[str, Any]:
+def _walk(s: Shape, rule: str, has_p: bool, half: bool, device: torch.device) -> dict[str, Any]:
     return {
         "H": s.heads,
         "K": s.keys,
@@ -141,7 +145,7 @@ def _walk(s: Shape, rule: str, has_p: bool, half: bool) -> dict[str, Any]:
         "VALUE": s.value_gate,
         "WINDOW": rule == "swla",
         **_gate(s),
-        "STAGES": _stages(s.keys, half),
+        "STAGES": _stages(s.keys, half, device),
         "num_warps": 4,
     }
 
@@ -184,7 +188,7 @@ def linear(
     attend = q.new_empty(n, s.heads, s.chunk, s.chunk)
     solve = torch.empty_like(attend) if delta else q.new_empty(0)
     out = torch.empty_like(v)
-    fresh = torch.empty_like(v) if save and delta else q.new_empty(0)
+    fresh = q.new_empty(n, s.heads, s.values, s.chunk) if save and delta else q.new_empty(0)
     states = q.new_empty(n, s.heads, s.values, s.keys) if save else q.new_empty(0)
     final = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if output_final_state else torch.empty(0, **f32)
     half = q.dtype != torch.float32
@@ -207,7 +211,8 @@ def linear(
         HAS_INITIAL=initial_state is not None,
         HAS_FINAL=output_final_state,
         SAVE=save,
-        **_walk(s, rule, p is not None, half),
+        HALF=half,
+        **_walk(s, rule, p is not None, half, q.device),
     )
     return out, final, gates, solve, attend, fresh, states, plan.chunks, plan.documents
 
@@ -225,7 +230,7 @@ def _(q, k, v, p, g, beta, initial_state, active, cu_seqlens, segments, blocks, 
         torch.empty(n, s.heads, 6, s.chunk, **f32),
         torch.empty_like(square) if delta else q.new_empty(0),
         square,
-        torch.empty_like(v) if save and delta else q.new_empty(0),
+        q.new_empty(n, s.heads, s.values, s.chunk) if save and delta else q.new_empty(0),
         q.new_empty(n, s.heads, s.values, s.keys) if save else q.new_empty(0),
         torch.empty(n, 5, **i32),
         torch.empty(s.documents, 2 + s.tiles, **i32),
@@ -275,7 +280,7 @@ def linear_backward(
         *(dv, dstates, dinitial, scale, s.documents),
         HAS_INITIAL=has_initial,
         HAS_FINAL=dfinal is not None,
-        **_walk(s, rule, p is not None, half),
+        **_walk(s, rule, p is not None, half, q.device),
     )
     _GRADIENTS[(len(chunks) * s.heads * tiles,)](
         *(q, k, k if p is None else p, gates, chunks, do, fresh if delta else v, states, dstates),

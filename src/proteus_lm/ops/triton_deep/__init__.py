@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ def scan(
     chunk: int,
     read: str,
     memory_activation: str,
+    final: bool = True,
 ) -> list[Tensor]:
     """Read and write an MLP memory along rows of tokens; inputs that `refuse` does not name.
 
@@ -76,19 +78,81 @@ def scan(
         active: int64 (B or 1, T), open units at each token.  open_active: int64 (N, chunk), at each open row.
         offset: int64 (N or 1), position of each row's first token; a number for all, which costs no transfer.
         cu_seqlens: int (N + 1), where B = 1 row holds N documents.
+        final: return the state too.
 
     Returns:
         y (B, T, H, Dv) in the type of v; weights and momentum (N, H, in, out) at each row's last boundary.
     """
     from proteus_lm.ops.triton_deep._align import Grid, align
-    from proteus_lm.ops.triton_deep._operator import titans_kernels
+    from proteus_lm.ops.triton_deep._operator import titans_plan
 
     grid = Grid(weights[0].shape[0], tokens[0].shape[1], offset, cu_seqlens, chunk, tokens[0].device)
     tokens_, active_, full = align(grid, tokens, open_rows, active, open_active)
-    leaves = (*tokens, *open_rows, *weights, *momentum)
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
-    out = titans_kernels(tokens_, list(weights), list(momentum), active_, full, chunk, read, memory_activation, save)
-    return [grid.back(out[0]), *out[1 : 1 + 2 * len(weights)]]
+    plan = ChunkPlan((*titans_plan(active_, chunk, weights[-1].shape[-2]), full))
+    options = {"chunk": chunk, "read": read, "memory_activation": memory_activation}
+    y, end = walk(tokens_, pack(weights, momentum), plan, depth=len(weights), **options)
+    parts = unpack(end, [*weights, *momentum]) if final else []
+    return [grid.back(y), *(part.contiguous() for part in parts)]
+
+
+class ChunkPlan(NamedTuple):
+    """What opens where in a call whose rows start on the grid and are whole chunks: `_launch.Plan`, and `_operator`'s kinds."""
+
+    tables: tuple[Tensor, ...]
+    kinds: int = 3
+
+
+def chunk_plan(active: Tensor, rows: int, chunk: int, hidden: int, kinds: int = 3) -> ChunkPlan:
+    """The plan of `rows` rows of whole chunks, from open units int64 (rows or 1, T) at each token."""
+    from proteus_lm.ops.triton_deep._operator import titans_plan
+
+    full = torch.full((rows,), active.shape[1] // chunk, device=active.device, dtype=torch.int32)
+    return ChunkPlan((*titans_plan(active, chunk, hidden), full), kinds)
+
+
+def walk(
+    tokens: Sequence[Tensor], cells: Tensor, plan: ChunkPlan, *, depth: int, chunk: int, read: str, memory_activation: str
+) -> tuple[Tensor, Tensor]:
+    """`scan` of rows that start on the grid and are whole chunks, with the state as `pack` gives it.
+
+    Returns:
+        y (N, T, H, Dv); the state at the end (N * H, cells), see `unpack`.
+    """
+    from proteus_lm.ops.triton_deep._operator import titans_kernels
+
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in (*tokens, cells))
+    out = titans_kernels(list(tokens), cells, list(plan.tables), depth, chunk, read, memory_activation, plan.kinds, save)
+    return out[0], out[1]
+
+
+def pack(weights: Sequence[Tensor], momentum: Sequence[Tensor]) -> Tensor:
+    """fp32 (N, H, in, out) each, as the kernels keep them: (N * H, cells), W1, S1, W2, S2 of each row and head."""
+    pairs = [t for pair in zip(weights, momentum) for t in pair]
+    return torch.cat([t.flatten(0, 1).flatten(1).float() for t in pairs], 1)
+
+
+def packed(weights: Sequence[Tensor], momentum: Sequence[Tensor]) -> Tensor:
+    """As `pack`, without a copy where they are what `unpack` made of such a tensor."""
+    given = [*weights, *momentum]
+    base = given[0]._base
+    if base is None or base.dtype != torch.float32 or base.dim() != 2 or not base.is_contiguous():
+        return pack(weights, momentum)
+    rows, heads = given[0].shape[:2]
+    at, cells, same = base.storage_offset(), base.shape[1], len(base) == rows * heads
+    for t in (t for pair in zip(weights, momentum) for t in pair):
+        strides = heads * cells, cells, t.shape[3], 1
+        same = same and t._base is base and t.storage_offset() == at and t.stride() == strides
+        at += t[0, 0].numel()
+    return base if same and at == base.storage_offset() + cells else pack(weights, momentum)
+
+
+def unpack(cells: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `pack`: weights, then momentum, as views; `like` has their shapes."""
+    depth = len(like) // 2
+    order = [t for pair in zip(like[:depth], like[depth:]) for t in pair]
+    parts = cells.split([t[0, 0].numel() for t in order], 1)
+    parts = [part.unflatten(0, t.shape[:2]).unflatten(-1, t.shape[2:]) for part, t in zip(parts, order)]
+    return [*parts[::2], *parts[1::2]]
 
 
 def refuse_step(tokens: Sequence[Tensor], weights: Sequence[Tensor], momentum: Sequence[Tensor], chunk: int) -> str | None:
@@ -97,6 +161,9 @@ def refuse_step(tokens: Sequence[Tensor], weights: Sequence[Tensor], momentum: S
         return "a gradient is wanted; the decoding kernel has none"
     if any(t.dtype != torch.float32 for t in (*weights, *momentum)):
         return "a state that is not fp32"
+    sides = tokens[0].shape[-1], tokens[2].shape[-1]
+    if tokens[0].dtype == torch.bfloat16 and (chunk * max(sides) > 64 * 64 or weights[-1].shape[-2] <= 32):
+        return "bf16 tokens with fewer than 64 hidden units at a time, of which triton 3.6 makes a wrong kernel on Hopper"
     return refuse(tokens, weights, chunk)
 
 

@@ -13,7 +13,7 @@ from proteus_lm.ops.rows import Rows
 
 
 class Aligned(NamedTuple):
-    """Tokens in slots: tensors (N, T', H, ...), open units (N or 1, T') with 0 for an empty slot, full chunks of each row (N)."""
+    """Tokens in slots: tensors (N, T', H, ...), open units (N or 1, T') with 0 for an empty slot, full chunks a row, int32 (N)."""
 
     tokens: list[Tensor]
     active: Tensor
@@ -38,14 +38,14 @@ class Grid:
         if cu_seqlens is None and isinstance(offset, int):
             self.phase = offset % chunk
             self.slots = -(-(self.phase + length) // chunk) * chunk
-            self.full = torch.full((rows,), (self.phase + length) // chunk, device=device)
+            self.full = torch.full((rows,), (self.phase + length) // chunk, device=device, dtype=torch.int32)
             return
         longest = length if self._packed is None else self._packed.length
         self.slots = -(-(chunk - 1 + longest) // chunk) * chunk
         offset = torch.full((1,), offset, device=device) if isinstance(offset, int) else offset.to(device)
         phase = (offset % chunk).expand(rows)
         lengths = torch.full((rows,), length, device=device) if self._packed is None else self._packed.lengths.to(device)
-        self.full = (phase + lengths) // chunk
+        self.full = ((phase + lengths) // chunk).int()
         place = torch.arange(self.slots, device=device) - phase[:, None]
         self._place = place.clamp(min=0, max=longest - 1)
         self._before, self._here = place < 0, (place >= 0) & (place < lengths[:, None])
@@ -78,7 +78,8 @@ class Grid:
     def back(self, slots: Tensor) -> Tensor:
         """(N, T', H, D) -> (B, T, H, D)."""
         if self.even:
-            return slots[:, self.phase : self.phase + self.length]
+            whole = self.length == self.slots  # a slice of all has a backward of its own
+            return slots if whole else slots[:, self.phase : self.phase + self.length]
         index = self._back.view(*self._back.shape, 1, 1).expand(-1, -1, *slots.shape[2:])
         rows = slots.gather(1, index)
         return rows if self._packed is None else self._packed.join(rows)
@@ -87,7 +88,7 @@ class Grid:
 def align(grid: Grid, tokens: Sequence[Tensor], open_rows: Sequence[Tensor], active: Tensor, open_active: Tensor | None) -> Aligned:
     """Tokens q, k, v, theta, alpha, eta behind open rows k, v, theta, alpha, eta (or none), for which no query is asked."""
     earlier: list[Tensor | None] = [None] * 6
-    if open_rows:
+    if open_rows and not (grid.even and not grid.phase):  # on the grid, known to the host: no row is open
         earlier = [torch.zeros_like(open_rows[0]), *open_rows]
     placed = [grid.tokens(t, e) for t, e in zip(tokens, earlier)]
     return Aligned(placed, grid.active(active.to(tokens[0].device), open_active), grid.full)

@@ -103,18 +103,18 @@ class Plan(NamedTuple):
         return (0, 0) if shared else (self.active.shape[1], self.plan.shape[1])
 
 
-def make_plan(active: Tensor, full: Tensor, problem: Problem) -> Plan:
-    """Tables from the open units of each slot, (rows or 1, T), 0 for a slot without a token."""
+def plan_tables(active: Tensor, chunk: int, hidden: int) -> list[Tensor]:
+    """The first three of a `Plan`, from the open units of each slot, int64 (rows or 1, T), 0 without a token."""
     highest = active.cummax(1).values
-    least = torch.where(active > 0, active, problem.hidden).amin(1, keepdim=True)
+    least = torch.where(active > 0, active, hidden).amin(1, keepdim=True)
     filled = torch.where(highest > 0, highest, least)  # an empty slot opens nothing and closes nothing
-    cut = filled.view(len(filled), problem.chunks, problem.chunk)
-    units = torch.arange(problem.hidden, device=active.device)
+    cut = filled.view(len(filled), -1, chunk)
+    units = torch.arange(hidden, device=active.device)
     opens = torch.searchsorted(cut.contiguous(), units.expand(*cut.shape[:2], -1).contiguous(), right=True)
     width = active.view(cut.shape).amax(-1)
-    mixed = ((opens > 0) & (opens < problem.chunk)).any(-1)
-    opens, plan = opens.int(), torch.stack([width, mixed.to(width.dtype)], -1).int()
-    return Plan(active.int().contiguous(), plan.contiguous(), opens.contiguous(), full.int().contiguous())
+    mixed = ((opens > 0) & (opens < chunk)).any(-1)
+    plan = torch.stack([width, mixed.to(width.dtype)], -1)
+    return [t.int().contiguous() for t in (active, plan, opens)]
 
 
 class Buffers:
@@ -174,27 +174,15 @@ def _write(
     )  # fmt: skip
 
 
-def pack(state: Sequence[Tensor]) -> Tensor:
-    """Weights, then momentum, fp32 (rows, H, in, out), as (rows * heads, cells): W1, S1, W2, S2 of each program."""
-    depth = len(state) // 2
-    return torch.cat([t.flatten(0, 1).flatten(1).float() for pair in zip(state[:depth], state[depth:]) for t in pair], 1)
-
-
-def unpack(cells: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `pack`: new tensors of the shapes of `like`."""
-    depth = len(like) // 2
-    order = [t for pair in zip(like[:depth], like[depth:]) for t in pair]
-    parts = cells.split([t[0, 0].numel() for t in order], 1)
-    parts = [part.clone(memory_format=torch.contiguous_format).view(t.shape) for part, t in zip(parts, order)]
-    return [*parts[::2], *parts[1::2]]
-
-
-def forward(problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Tensor, save: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Tensor, kinds: Sequence[int], save: bool
+) -> tuple[Tensor, Tensor]:
     """y (rows, T, H, Dv), and what the backward needs, see `Problem.kept`; nothing without `save`.
 
     Args:
         tokens: q, k, v, theta, alpha, eta, contiguous.
-        state: what `pack` gives, brought to the last boundary in place.
+        state: fp32 (programs, cells): W1, S1, W2, S2 of each program; brought to the last boundary in place.
+        kinds: of chunks that there may be: 1 for mixed ones, 0 for others.
     """
     q, k, v, *gates = tokens
     y = torch.empty_like(v)
@@ -209,7 +197,7 @@ def forward(problem: Problem, tokens: Sequence[Tensor], plan: Plan, state: Tenso
             saved[number - 1].copy_(state)
         _gates(problem, gates, plan, buffers, first, count, keep=False)
         _write(problem, tokens, plan, state, buffers, first, count, keep=False)
-        for mixed in (0, 1):
+        for mixed in kinds:
             read_kernel[(count, problem.programs)](
                 q, k, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err, y,
                 first, problem.tokens, problem.heads, problem.segment, plan.strides()[1],
@@ -226,12 +214,14 @@ def backward(
     saved: Tensor,
     dy: Tensor,
     d_state: Tensor,
+    kinds: Sequence[int],
 ) -> list[Tensor]:
     """Gradients to the tokens, in their types (gates: fp32).
 
     Args:
-        initial, saved: the state at the start as `pack` gives it, used as scratch, and what `forward` saved, kept as it is.
-        d_state: gradients of the state at the end, packed, brought to those of the start in place.
+        initial, saved: the state at the start (unused where start states were kept), what `forward` saved; both stay as they are.
+        d_state: gradients of the state at the end, brought to those of the start in place.
+        kinds: as in `forward`.
     """
     q, k, v, *gates = tokens
     dq, dk, dv = (torch.zeros_like(t) if problem.depth == 1 else torch.empty_like(t) for t in (q, k, v))
@@ -250,9 +240,9 @@ def backward(
                 first, *sizes, strides[1], **problem.options("rows", ACT=problem.function),
             )  # fmt: skip
         else:
-            state = saved[number - 1].clone() if number else initial
+            state = (saved[number - 1] if number else initial).clone()
             _write(problem, tokens, plan, state, buffers, first, count, keep=True)
-        for mixed in (0, 1):
+        for mixed in kinds:
             read_backward_kernel[grid](
                 q, k, dy, buffers.mix, buffers.vec, plan.plan, plan.opens, buffers.shadow, buffers.act, buffers.grad, buffers.err,
                 dq, buffers.to_act, buffers.to_grad, buffers.to_state, buffers.to_err, buffers.to_k, buffers.d_mix, buffers.d_vec,

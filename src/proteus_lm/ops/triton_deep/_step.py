@@ -27,11 +27,12 @@ from torch import Tensor
 
 from proteus_lm.ops.triton_deep._common import mul, operand, sixteens
 
-# Of each kernel: launch options, and hidden units worked on at once (BH). As checked on a GPU; "read" with BH 32 is faster there,
-# but was timed alone (docs/titans-kernel.md).
+# Of each kernel: launch options, and hidden units worked on at once (BH), as checked on a GPU. Of "read" with bf16 tokens and tiles
+# of 32 or 16 triton 3.6 makes a wrong kernel (docs/titans-kernel.md): `refuse_step` keeps them out. With fp32 tokens 32 is faster.
 LAUNCH = {
     "put": {"num_warps": 1},
-    "read": {"num_warps": 4, "num_stages": 3, "BH": 64},
+    "read": {"num_warps": 4, "num_stages": 2, "BH": 64},
+    "read fp32": {"num_warps": 4, "num_stages": 3, "BH": 32},
     "close": {"num_warps": 4, "num_stages": 2, "BH": 32},
 }
 CLOSING = 264  # programs of `close_kernel`, each for several heads: most steps end no chunk
@@ -398,7 +399,7 @@ def _launch(tokens: list[Tensor], state: list[Tensor], active: Tensor | None, re
         **shape, **LAUNCH["put"], PRE=read == "pre", GATED=active is not None,
     )  # fmt: skip
     cast("Any", read_kernel)[(programs,)](
-        q, rows[0], rows[1], plan, shares, err, *matrices, y, sizes.heads, **common, **sizes.launch("read")
+        q, rows[0], rows[1], plan, shares, err, *matrices, y, sizes.heads, **common, **sizes.launch("read" if half else "read fp32")
     )
     cast("Any", close_kernel)[(min(programs, CLOSING),)](
         plan, shares, err, *rows, *matrices, programs, sizes.heads, **common, **sizes.launch("close")

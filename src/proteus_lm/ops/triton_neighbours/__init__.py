@@ -23,10 +23,10 @@ from proteus_lm.ops.triton import installed
 
 VARIABLE = "PROTEUS_NEIGHBOURS"
 UNCHECKED = {
-    "convolve": "its kernels changed since benchmarks/neighbours.py found them right on a GPU",
-    "comba_vectors": "its kernel has run in Triton's interpreter alone",
+    "step_sizes": "its file was touched after its check on a GPU (results/layers-NVIDIA-H200.md)",
+    "places": "its file was touched after its check on a GPU (results/layers-NVIDIA-H200.md)",
 }
-"""Kernels that run only where PROTEUS_NEIGHBOURS is "all", until that benchmark has checked them, and why."""
+"""Kernels (of `ops/triton_mac`) that run only where PROTEUS_NEIGHBOURS is "all" until a GPU has checked them as they are; why."""
 MAX_WIDTH = 8192
 """Numbers under one norm: a program holds them all."""
 MAX_TAPS = 8

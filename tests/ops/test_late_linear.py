@@ -1,0 +1,57 @@
+"""A map with a late gradient equals `linear`, used once or many times, whatever needs a gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from proteus_lm.ops.late_linear import LateLinear
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (1, 2)])
+def test_every_gradient_of_a_chain_of_uses(bias, frozen):
+    leaves = [numbers(2, 3, 5), numbers(5, 5) / 3, numbers(5)]
+    for i, leaf in enumerate(leaves):
+        leaf.requires_grad_(i not in frozen and (i < 2 or bias))
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    results = []
+    for late in (True, False):
+        x, weight, b = leaves[0], leaves[1], leaves[2] if bias else None
+        of = LateLinear(weight, b, torch.float64) if late else lambda x, w=weight, b=b: linear(x, w, b)
+        first = of(x)
+        third = of(of(first.sin()).cos()) + first
+        results.append([third, *torch.autograd.grad(third.square().sum(), wanted)])
+    for found, right in zip(*results, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)  # fp64; sums in another order
+
+
+def test_a_second_backward_of_a_kept_graph_gives_the_same():
+    x, weight = numbers(4, 5).requires_grad_(), numbers(3, 5).requires_grad_()
+    loss = LateLinear(weight, None, torch.float64)(x).square().sum()
+    first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(loss, (x, weight))):
+        assert torch.equal(a, b)
+
+
+def test_sixty_four_uses_round_the_sum_once():
+    x, weight = numbers(64, 8, 16), numbers(16, 16)
+    right = torch.einsum("sti,sto->oi", x.bfloat16().double(), torch.ones(64, 8, 16, dtype=torch.float64))
+    given = weight.float().requires_grad_()
+    of = LateLinear(given, None, torch.bfloat16)
+    (found,) = torch.autograd.grad(sum((of(part.float()).sum() for part in x), torch.zeros(())), given)
+    assert found.dtype == torch.float32
+    # One rounding to bf16 of a sum taken in fp32: half of 2^-8. Sixty-four sums in bf16 err several times that.
+    assert ((found.double() - right).abs() <= 2.0**-8 * right.abs() + 1e-6).all()
+
+
+def test_no_gradient_is_kept_where_none_is_wanted():
+    of = LateLinear(numbers(3, 5).requires_grad_(), None, torch.float64)
+    with torch.no_grad():
+        assert not of(numbers(4, 5)).requires_grad
+        assert not LateLinear(numbers(3, 5).requires_grad_(), None, torch.float64)(numbers(4, 5).requires_grad_()).requires_grad
