@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,10 +20,12 @@ MAX_KEYS, MAX_VALUES = 256, 512
 MAX_KEYS_FLOAT = 128  # beyond, fp32 spills so much that compiling alone takes minutes
 
 
-@cache
+_INSTALLED = importlib.util.find_spec("triton") is not None  # once, for a decoding step asks each time
+
+
 def installed() -> bool:
-    """Whether the package triton is there; looked up once, for a decoding step asks each time."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether the package triton is there."""
+    return _INSTALLED
 
 
 def refuse(operation: str, tensors: tuple[Tensor, ...]) -> str | None:
