@@ -44,8 +44,9 @@ class TitansMixerState(NamedTuple):
 class TitansMemory(Mixer):
     """S_t = eta_t S_{t-1} - theta_t grad ||M(k_t) - v_t||^2 / 2;  M_t = (1 - alpha_t) M_{t-1} + S_t;  `remember` gives M_t(q_t).
 
-    What the forms of Titans share. q, k and v have unit length: a step is then safe for theta * chunk / (1 - eta) up to about 1 with
-    one or two layers (spec/deep.md 6; less with more), which the form theta = theta_scale / chunk * (1 - eta) * sigmoid(.) keeps to `theta_scale`.
+    What the forms of Titans share. q, k and v have unit length: a step is then safe for theta * chunk / (1 - eta) up to about 1
+    with one or two layers (spec/deep.md 6; less with more). theta = theta_scale / chunk * (1 - eta) * sigmoid(.) keeps it
+    to `theta_scale`.
 
     Persistent tokens are learned rows in the model's width. They stand before every document, at positions -n .. -1: the memory
     takes them as one inner chunk of their own, with one open block, and the convolution sees them before the first token.
