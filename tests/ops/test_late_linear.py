@@ -55,3 +55,13 @@ def test_no_gradient_is_kept_where_none_is_wanted():
     with torch.no_grad():
         assert not of(numbers(4, 5)).requires_grad
         assert not LateLinear(numbers(3, 5).requires_grad_(), None, torch.float64)(numbers(4, 5).requires_grad_()).requires_grad
+
+
+def test_a_backward_to_inputs_alone_leaves_nothing_behind_for_the_next():
+    weight, x = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    late = LateLinear(weight, None, torch.float32)
+    y = late(x).sum() + late(2 * x).sum()
+    right = torch.autograd.grad(linear(3 * x, weight).sum(), weight)[0]
+    torch.autograd.grad(y, x, retain_graph=True)
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(y, weight, retain_graph=True)[0], right)

@@ -49,14 +49,15 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: Tensor | None, weight: Tensor, bias: Tensor | None, uses: Uses) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.uses = uses if end is not None else None
+        ctx.uses, ctx.end = (None, None) if end is None else (uses, end.grad_fn)
         return _product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if ctx.uses is not None:
+        # A backward of inputs alone has no end, and must leave nothing to the next one.
+        if ctx.uses is not None and torch._C._will_engine_execute_node(ctx.end):
             ctx.uses.append((x.flatten(0, -2), dy.flatten(0, -2)))
         return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
 
