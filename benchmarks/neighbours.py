@@ -323,7 +323,7 @@ def timed(function: Function, inputs: list[Tensor], wanted: list[Tensor]) -> dic
 
 
 def time_one(case: Case, who: str) -> dict[str, Any]:
-    os.environ["PROTEUS_NEIGHBOURS"] = "all" if who == "kernels" else "torch"
+    os.environ["PROTEUS_NEIGHBOURS"] = "auto" if who == "kernels" else "torch"
     inputs = case.inputs(torch.bfloat16)
     wanted, function = [*inputs, *case.parameters], lambda *x: case.function(case.module, *x)
     if who == "compiled":

@@ -45,7 +45,7 @@ OTHER = {
     "use_forgetting": False,
     "decay_target": "init",
     "surprise_clip": 0.01,
-    "theta_scale": 0.4,
+    "theta_scale": 0.5,
     "titans_variant": "mag",
     "persistent_tokens": 2,
     "segment_length": 12,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from proteus_lm import doctor, ops
-from proteus_lm.ops import reference, triton_mac, triton_neighbours
+from proteus_lm.ops import reference, triton_neighbours
 from proteus_lm.ops.backend import OPERATIONS
 
 
@@ -62,18 +62,15 @@ def test_it_says_what_stands_behind_the_backend_chosen_and_why():
     assert check.backend == "chunk" and "not triton: " in check.reason and "not fla: " in check.reason
 
 
-def test_it_says_which_fused_kernels_run_and_why_not(monkeypatch):
-    assert dict(doctor.neighbours("cpu")) == dict.fromkeys(doctor.NEIGHBOURS, "torch: the kernel is for a GPU")
+def test_it_says_whether_fused_kernels_run_and_why_not(monkeypatch):
+    assert doctor.neighbours("cpu") == "torch: the kernels are for a GPU"
     monkeypatch.setattr(triton_neighbours, "reached", lambda x: True)
     monkeypatch.setattr(triton_neighbours, "installed", lambda: True)
-    monkeypatch.setattr(triton_neighbours, "UNCHECKED", {"convolve": "it is new"})
-    others = dict.fromkeys(doctor.NEIGHBOURS, "triton")
-    assert dict(doctor.neighbours("cpu")) == others | {"convolve": "torch: it is new; PROTEUS_NEIGHBOURS=all runs it"}
+    assert doctor.neighbours("cpu") == "triton"
     monkeypatch.setenv("PROTEUS_NEIGHBOURS", "torch")
-    assert set(dict(doctor.neighbours("cpu")).values()) == {"torch: PROTEUS_NEIGHBOURS is torch"}
+    assert doctor.neighbours("cpu") == "torch: PROTEUS_NEIGHBOURS is torch"
     monkeypatch.setattr(triton_neighbours, "installed", lambda: False)
-    assert set(dict(doctor.neighbours("cpu")).values()) == {"torch: triton is not installed"}
-    assert all(hasattr(triton_neighbours, name) or hasattr(triton_mac, name) for name in doctor.NEIGHBOURS)
+    assert doctor.neighbours("cpu") == "torch: triton is not installed"
 
 
 def test_packages_that_are_not_there_are_named():

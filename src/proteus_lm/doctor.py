@@ -26,8 +26,8 @@ PACKAGES = (
     *("proteus-lm", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "tyro"),
     *("triton", "flash-linear-attention", "matplotlib", "tensorboard", "lm-eval"),
 )
-NEIGHBOURS = ("l2_norm", "rms_norm", "convolve", "comba_vectors", "step_sizes", "places")
-"""Fused kernels beside the memories: functions of `proteus_lm.ops.triton_neighbours` and `triton_mac`."""
+NEIGHBOURS = "norms, convolution, step sizes, attention's places"
+"""Fused kernels beside the memories: `proteus_lm.ops.triton_neighbours` and `triton_mac`."""
 # Root mean square over a whole tensor, relative to the reference (design.md); the inputs are rounded before both sides.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -111,20 +111,16 @@ def _behind(verdicts: dict[str, str | None], chosen: str) -> Iterator[str]:
         yield f"then {name}" if refusal is None else f"not {name}: {refusal}"
 
 
-def neighbours(device: str) -> Iterator[tuple[str, str]]:
-    """(name, what runs on this device in eager mode, and why) of each of `NEIGHBOURS`."""
-    x, variable = torch.empty(1, device=device), triton_neighbours.VARIABLE
-    for name in NEIGHBOURS:
-        if triton_neighbours.runs(name, x):
-            yield name, "triton"
-        elif not triton_neighbours.reached(x):
-            yield name, "torch: the kernel is for a GPU"
-        elif not triton_neighbours.installed():
-            yield name, "torch: triton is not installed"
-        elif os.environ.get(variable) == "torch":
-            yield name, f"torch: {variable} is torch"
-        else:
-            yield name, f"torch: {triton_neighbours.UNCHECKED[name]}; {variable}=all runs it"
+def neighbours(device: str) -> str:
+    """What runs of the kernels beside the memories on this device in eager mode, and why."""
+    x = torch.empty(1, device=device)
+    if triton_neighbours.runs(x):
+        return "triton"
+    if not triton_neighbours.reached(x):
+        return "torch: the kernels are for a GPU"
+    if not triton_neighbours.installed():
+        return "torch: triton is not installed"
+    return f"torch: {triton_neighbours.VARIABLE} is torch"
 
 
 def doctor(write: Callable[[str], Any] = print) -> int:
@@ -136,12 +132,9 @@ def doctor(write: Callable[[str], Any] = print) -> int:
     found = devices()
     for name, description in found:
         write(f"  {name:<24} {description}")
-    write("Beside the memories: what runs in eager mode (torch.compile fuses PyTorch itself)")
-    for device, _ in found[1:]:
-        for name, what in neighbours(device):
-            write(f"  {name:<24} on {device}: {what}")
-    if not found[1:]:
-        write(f"  {', '.join(NEIGHBOURS)}: torch, the kernels are for a GPU")
+    write(f"Beside the memories ({NEIGHBOURS}), in eager mode (torch.compile fuses PyTorch itself)")
+    for device, _ in found[1:] or found:
+        write(f"  on {device:<21} {neighbours(device)}")
     failed = 0
     write("Operations: backend that would run, worst relative error against the reference (output, state, gradients)")
     for name, _ in found:

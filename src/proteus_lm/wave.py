@@ -63,6 +63,7 @@ class Lane:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
 
+    @torch.compiler.disable  # it takes no record_stream
     def take(self, x: Tensor, before: Lane) -> None:
         """Let what follows here read x, which was made there: it waits for all that was asked for there so far.
 

@@ -56,8 +56,6 @@ def cases() -> list[Any]:
         found[f"titans-{form}-clip-init-E4"] = options("titans", titans_variant=form, **update, **scheduled)
     for form, depth in (("lmm", 3), ("mac", 2), ("mag", 2)):
         gated = {"memory_activation": "swiglu", "memory_depth": depth}
-        if depth > 2:
-            gated["theta_scale"] = 0.5  # with 1 its memory diverges in training, by step 201 of 500
         found[f"titans-{form}-swiglu-depth{depth}-E4"] = options("titans", titans_variant=form, **gated, **scheduled)
     found["titans-mac-norm-E4"] = options("titans", titans_variant="mac", memory_residual_norm=True, **scheduled)
     found["attention-chain"] = options("attention", channel="chain", chain_periods=[1, 3])

@@ -20,7 +20,6 @@ DEPTHS = (1, 2, 3, 4)
 LINEAR = ("comba", "deltanet", "gated_deltanet", "retnet", "swla")
 MODELS = {name: {"mixer": name} for name in LINEAR}
 MODELS |= {f"titans-{depth}": {"mixer": "titans", "memory_depth": depth, "chunk_size": 1} for depth in DEPTHS}
-MODELS["titans-4"]["theta_scale"] = 0.5  # with 1 its memory diverged, and parity training with it, by step 240
 
 
 def learn(task: Callable[[int, int, int], Task], vocabulary: int, length: int, steps: int, width: int, batch: int, **fields):

@@ -9,6 +9,7 @@ from proteus_lm import ProteusConfig
 from proteus_lm.mixers import TitansMixer
 from proteus_lm.sequence import TokenSequence
 from tests.mixers.models import CONTEXT, assert_near, make, options, tokens
+from tests.test_contract import train_finitely
 
 T = 11
 
@@ -155,8 +156,42 @@ def test_step_sizes_stay_within_the_safe_bound_at_any_gate():
     assert_near(theta * 4 / (1 - eta), torch.full_like(eta, 0.25), 1e-6)
 
 
+PLAIN = [(1, "gelu_tanh", 1), (2, "gelu_tanh", 1), (3, "gelu_tanh", 2 / 3), (4, "silu", 1 / 2)]
+GATED = [(2, "swiglu", 1), (3, "swiglu", 3 / 5), (4, "swiglu", 3 / 7)]
+
+
+@pytest.mark.parametrize(("depth", "function", "part"), PLAIN + GATED)
+def test_the_largest_step_falls_as_one_over_the_matrices_from_two_layers_on(depth, function, part):
+    changes = {"memory_activation": function, "memory_expansion": 4, "theta_scale": 0.6}
+    mixer = make(options("titans", memory_depth=depth, **changes)).layers[0].mixer
+    with torch.no_grad():
+        mixer.theta.bias.fill_(1000.0)
+        theta, _, eta = mixer._step_sizes(inputs())
+    assert_near(theta * 4 / (1 - eta), torch.full_like(eta, 0.6 * part))
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_the_largest_step_is_two_over_the_curvature_of_a_product_of_matrices_that_learned_its_pair(layers):
+    """Orthogonal matrices between a unit key and a unit value; the loss's second derivatives by autograd, in all of them."""
+    generator = torch.Generator().manual_seed(0)
+    first = [torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=generator))[0] for _ in range(layers)]
+    key = torch.nn.functional.normalize(torch.randn(4, dtype=torch.float64, generator=generator), dim=0)
+
+    def answer(flat):
+        x = key
+        for w in flat.view(layers, 4, 4):
+            x = x @ w
+        return x
+
+    flat = torch.stack(first).flatten()
+    value = answer(flat)
+    hessian = torch.autograd.functional.hessian(lambda w: 0.5 * (answer(w) - value).square().sum(), flat)
+    curvature = torch.linalg.eigvalsh(hessian).max().item()
+    assert TitansMixer.step_bound(ProteusConfig(memory_depth=layers)) == pytest.approx(2 / curvature)
+
+
 @pytest.mark.parametrize(
-    ("depth", "function"), [(1, "gelu_tanh"), (2, "gelu_tanh"), (4, "gelu_tanh"), (2, "swiglu"), (3, "swiglu")]
+    ("depth", "function"), [(1, "gelu_tanh"), (2, "gelu_tanh"), (4, "gelu_tanh"), (2, "swiglu"), (3, "swiglu"), (4, "swiglu")]
 )
 def test_the_memory_stays_bounded_over_equal_keys_and_gates_wide_open(depth, function):
     fields = options("titans", memory_depth=depth, memory_activation=function, memory_expansion=4, chunk_size=64)
@@ -167,6 +202,16 @@ def test_the_memory_stays_bounded_over_equal_keys_and_gates_wide_open(depth, fun
         x = inputs(1, 1)[:, :1].expand(1, 512, 16) + 0.1 * inputs(1, 512)
         y, state = mixer(x, TokenSequence(config.schedule, 1, 512), use_state=True)
         assert y.isfinite().all() and mixer.memory_norm(state, config.schedule).max() < 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)  # two minutes each on an idle core
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize(("depth", "function"), [(3, "gelu_tanh"), (4, "gelu_tanh"), (3, "swiglu"), (4, "swiglu")])
+def test_a_deep_memory_trains_in_bf16_for_five_hundred_steps_with_the_default_step(depth, function, chunk):
+    scheduled = {"memory_blocks": 4, "memory_context": CONTEXT}
+    fields = options("titans", memory_depth=depth, memory_activation=function, chunk_size=chunk, **scheduled)
+    train_finitely(fields, steps=500, length=48)
 
 
 @pytest.mark.parametrize(

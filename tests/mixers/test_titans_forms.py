@@ -179,7 +179,7 @@ def test_without_momentum_and_forgetting_the_memory_is_ttt():
     x = inputs()
     parts, _ = mixer.projection(x, TokenSequence(config.schedule, 1, T))
     q, k, v = (unit(part[0]) for part in parts)
-    theta = config.theta_scale / config.chunk_size * torch.sigmoid(mixer.theta(x))[0]
+    theta = mixer.step_bound(config) / config.chunk_size * torch.sigmoid(mixer.theta(x))[0]
     reads = torch.zeros(T, 2, 8, dtype=torch.float64)
     for head in range(2):
         boundary = [w[head] for w in mixer.initial]

@@ -55,7 +55,7 @@ class CombaMixer(DecayMixer):
         """q', k, v, p, g, beta."""
         beta, g = self.strength_and_decay(x)
         decay = torch.sigmoid(wide(self.inner))
-        if k.shape[-1] <= MAX_WIDTH and runs("comba_vectors", q, k, decay):
+        if k.shape[-1] <= MAX_WIDTH and runs(q, k, decay):
             seen = self.seen(sequence, k.shape[-1])
             q, k, p = comba_vectors(q, k, decay, self.D, L2_EPS, self.decay_first, seen)
             return q, k, v, p, g, beta

@@ -37,6 +37,6 @@ class Combine(nn.Module):
     def forward(self, attended: Tensor, remembered: Tensor) -> Tensor:
         """Both (B, T, width) -> (B, T, width), in the type of `attended`."""
         a, b = self.attended, self.remembered
-        if attended.shape[-1] <= MAX_WIDTH and runs("rms_norm", attended, remembered, a.weight, b.weight):
+        if attended.shape[-1] <= MAX_WIDTH and runs(attended, remembered, a.weight, b.weight):
             return rms_norm(attended, a.weight, a.eps, remembered, self._kind, b.weight)
         return self.function(self.attended(attended), self.remembered(remembered).to(attended.dtype))

@@ -42,7 +42,7 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Sequence[Tensor], Tensor]:
         """As `forward`, with y cut into tensors (B, T, width), one a width."""
         state = None if state is None else state.to(x.dtype)
-        if len(widths) <= MAX_PARTS and self.weight.shape[1] <= MAX_TAPS and runs("convolve", x, self.weight):
+        if len(widths) <= MAX_PARTS and self.weight.shape[1] <= MAX_TAPS and runs(x, self.weight):
             packed = None
             if sequence.cu_seqlens is not None:
                 bounds, length = sequence.cu_seqlens, sequence.length

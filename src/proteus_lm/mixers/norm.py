@@ -30,7 +30,7 @@ def l2_normalize(x: Tensor, eps: float = L2_EPS, active: Tensor | None = None) -
         x: (..., D); (B, T, H, D) with `active`.
         active: int (B or 1, T), open coordinates of each token; the others count as zero, and are zero in the result.
     """
-    if x.shape[-1] <= MAX_WIDTH and runs("l2_norm", x):
+    if x.shape[-1] <= MAX_WIDTH and runs(x):
         return l2_norm(x, eps, active)
     if active is not None:
         visible = torch.arange(x.shape[-1], device=x.device) < active[..., None, None]
@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
-        if x.shape[-1] <= MAX_WIDTH and runs("rms_norm", x, self.weight):
+        if x.shape[-1] <= MAX_WIDTH and runs(x, self.weight):
             return rms_norm(x, self.weight, self.eps)
         h = wide(x)
         return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps) * wide(self.weight)).to(x.dtype)
@@ -63,6 +63,6 @@ class RMSNorm(nn.Module):
     def gated(self, x: Tensor, gate: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
         """The norm of x (..., heads, dim) times activation(gate), gate (..., heads * dim): as the gate, in its type."""
         kind = _GATES.get(activation)
-        if kind is not None and x.shape[-1] <= MAX_WIDTH and runs("rms_norm", x, self.weight, gate):
+        if kind is not None and x.shape[-1] <= MAX_WIDTH and runs(x, self.weight, gate):
             return rms_norm(x, self.weight, self.eps, gate, kind, dtype=gate.dtype).flatten(-2)
         return (self(x).flatten(-2) * activation(gate)).to(gate.dtype)

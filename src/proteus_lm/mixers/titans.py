@@ -44,9 +44,8 @@ class TitansMixerState(NamedTuple):
 class TitansMemory(Mixer):
     """S_t = eta_t S_{t-1} - theta_t grad ||M(k_t) - v_t||^2 / 2;  M_t = (1 - alpha_t) M_{t-1} + S_t;  `remember` gives M_t(q_t).
 
-    What the forms of Titans share. q, k and v have unit length: a step is then safe for theta * chunk / (1 - eta) up to about 1
-    with one or two layers (spec/deep.md 6; less with more). theta = theta_scale / chunk * (1 - eta) * sigmoid(.) keeps it
-    to `theta_scale`.
+    What the forms of Titans share. q, k and v have unit length: what a chunk moves, theta * chunk / (1 - eta), must then stay
+    under a bound that falls with depth (`step_bound`); theta = step_bound / chunk * (1 - eta) * sigmoid(.) keeps it there.
 
     Persistent tokens are learned rows in the model's width. They stand before every document, at positions -n .. -1: the memory
     takes them as one inner chunk of their own, with one open block, and the convolution sees them before the first token.
@@ -65,7 +64,7 @@ class TitansMemory(Mixer):
         hidden, heads, dim = self.memory_input(config), config.num_heads, config.head_dim
         self.schedule = config.schedule
         self.chunk, self.read, self.function = config.chunk_size, config.read, config.memory_activation
-        self.use_momentum, self.use_forgetting, self.scale = config.use_momentum, config.use_forgetting, config.theta_scale
+        self.use_momentum, self.use_forgetting, self.scale = config.use_momentum, config.use_forgetting, self.step_bound(config)
         self.clip, self.decay_target = config.surprise_clip, config.decay_target
         self.projection = ConvProjection(hidden, heads, (dim, dim, dim), config.conv_size)
         self.theta = GateProjection(hidden, heads, STEP)
@@ -136,10 +135,12 @@ class TitansMemory(Mixer):
                 f"persistent_tokens is {config.persistent_tokens} with chunk_size {config.chunk_size}: they are written as one "
                 "inner chunk; use at most chunk_size of them, or a larger chunk_size"
             )
-        if config.theta_scale > config.chunk_size:
+        bound = cls.step_bound(config)
+        if bound > config.chunk_size:
             raise ValueError(
-                f"theta_scale is {config.theta_scale} with chunk_size {config.chunk_size}: a token's step theta_scale / chunk_size "
-                "must not exceed 1; use a theta_scale of at most the chunk size (1 is safe)"
+                f"theta_scale is {config.theta_scale} with chunk_size {config.chunk_size} and memory_depth {config.memory_depth}: "
+                f"a token's step, up to {bound / config.chunk_size:.6g}, must not exceed 1; use a theta_scale of 1, which is safe, "
+                "or a larger chunk_size"
             )
         if config.decay_target != "zero" and not config.use_forgetting:
             raise ValueError(
@@ -152,6 +153,18 @@ class TitansMemory(Mixer):
                     f"{name} is {getattr(config, name)!r} with memory_depth 1: a memory of one matrix has no hidden layer; "
                     f"leave {name} at {config.default(name)!r} or use a memory_depth of 2 or more"
                 )
+
+    @staticmethod
+    def step_bound(config: ProteusConfig) -> float:
+        """Largest theta * chunk / (1 - eta): theta_scale, less with more than two layers, so that 1 is as safe there.
+
+        A memory is near a product of its n matrices. One that gives unit answers to unit keys has a loss of curvature
+        sum (1 / w_i)^2 >= n, w_i being the gains, of product 1; gradient descent is stable up to 2 over the curvature (spec/deep.md
+        6). From two layers on the bound falls as 1 / n: 2 / L, and with gates, two matrices a hidden layer, 3 / (2 L - 1).
+        """
+        arity = memory_function(config.memory_activation).arity
+        matrices = arity * (config.memory_depth - 1) + 1
+        return config.theta_scale * min(1.0, (arity + 1) / matrices)
 
     @staticmethod
     def _layer_sizes(config: ProteusConfig) -> list[tuple[int, int]]:
@@ -281,7 +294,7 @@ class TitansMemory(Mixer):
 
     def sizes_of(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """theta, alpha, eta (B, T, H) from the values z (B, T, gates) of `gate_map`."""
-        if runs("step_sizes", z):
+        if runs(z):
             return step_sizes(z, self.theta.out_features, self.alpha is not None, self.eta is not None, self.scale / self.chunk)
         z, *rest = z.split(self.theta.out_features, -1)
         theta = self.scale / self.chunk * torch.sigmoid(z)

@@ -322,7 +322,7 @@ def answer(
     `mask`: bool, or what is added to the scores.
     """
     made = mixer.recalled(read, maps)
-    if runs("places", made, given.k, given.v):
+    if runs(made, given.k, given.v):
         keys, values = places(made, given.cosine, given.sine, given.k, given.v, front)
         length, dim = made.shape[1], made.shape[4]
         q, k, v = (x.transpose(1, 2) for x in (given.q, keys, values))

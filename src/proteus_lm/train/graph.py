@@ -15,10 +15,21 @@ WARM = 3
 
 
 def captured(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A replay of `work` as a CUDA graph; it gives the same tensor each time, overwritten."""
+    """A replay of `work` as a CUDA graph; it gives the same tensor each time, overwritten.
+
+    Raises:
+        RuntimeError: for work that waits for the host.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = work()
+    try:
+        with torch.cuda.graph(graph):
+            result = work()
+    except RuntimeError as reason:
+        raise RuntimeError(
+            f"train.cuda_graph is true, but this model's step cannot be captured: {reason}\nA memory's PyTorch form waits for the "
+            "host; Triton's kernels do not: they take bf16 (train.precision=bf16) and, of Titans, heads of 32, 64 or 128 and chunks "
+            "of 16 to 128 (see `proteus doctor`). Change these, or use train.cuda_graph=false"
+        ) from reason
 
     def replay() -> Tensor:
         graph.replay()

@@ -155,13 +155,21 @@ def written(fresh, token, here, v0, values, V: tl.constexpr, C: tl.constexpr, BV
 
 
 @triton.jit
-def wrote_before(pairs, late, early, C: tl.constexpr, DIAGONAL: tl.constexpr, HAS_G: tl.constexpr):
-    """pairs (r, j) times the decay e^(late_r - early_j), if any, where token j wrote before token r read (or is r); else zero."""
-    r = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    seen = r >= j if DIAGONAL else r > j
+def wrote_before(pairs, late, early, C: tl.constexpr, DIAGONAL: tl.constexpr, TURNED: tl.constexpr, HAS_G: tl.constexpr):
+    """pairs times the decay e^(late_r - early_j), if any, where token j wrote before token r read (or is r); zero elsewhere.
+
+    Rows are r and columns j, or the other way round where TURNED.
+    """
+    rows = tl.arange(0, C)[:, None]
+    columns = tl.arange(0, C)[None, :]
+    if TURNED:
+        seen = columns >= rows if DIAGONAL else columns > rows
+        gap = late[None, :] - early[:, None]
+    else:
+        seen = rows >= columns if DIAGONAL else rows > columns
+        gap = late[:, None] - early[None, :]
     if HAS_G:
-        pairs *= tl.exp(tl.where(seen, late[:, None] - early[None, :], 0.0))
+        pairs *= tl.exp(tl.where(seen, gap, 0.0))
     return tl.where(seen, pairs, 0.0)
 
 
@@ -250,7 +258,7 @@ def gradients(
         omega = at_least(own * follows + tl.load(gate + 2 * C + o), FLOOR)
 
     x_q = tl.zeros([C, KT], tl.float32)
-    x_k = tl.zeros([KT, C], tl.float32)
+    x_k = tl.zeros([KT, C] if DELTA else [C, KT], tl.float32)
     x_p = tl.zeros([C, KT], tl.float32)
     held = 0.0
     if ONE:
@@ -266,7 +274,7 @@ def gradients(
             held = tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
     else:
         asked = tl.zeros([C, C], tl.float32)
-        missed = tl.zeros([C, C], tl.float32)
+        other = tl.zeros([C, C], tl.float32)  # missed, or asked turned
         for v0 in tl.range(0, values, BV, num_stages=1):
             b_do = columns_of(do, token, here, v0, values, V, BV)
             b_u = written(fresh, token, here, v0, values, V, C, BV, DELTA)
@@ -274,11 +282,14 @@ def gradients(
             b_ds = state_tile(dstates, row, keys, v0, values, K, BV)
             asked = tl.dot(b_do, tl.trans(b_u), asked, input_precision=PRECISION)
             x_q = tl.dot(b_do, b_s, x_q, input_precision=PRECISION)
-            x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), x_k, input_precision=PRECISION)
             if DELTA:
+                x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), x_k, input_precision=PRECISION)
                 b_e = columns_of(dv, token, here, v0, values, V, BV)
-                missed = tl.dot(b_e, tl.trans(b_u), missed, input_precision=PRECISION)
+                other = tl.dot(b_e, tl.trans(b_u), other, input_precision=PRECISION)
                 x_p = tl.dot(b_e, b_s, x_p, input_precision=PRECISION)
+            else:
+                x_k = tl.dot(b_u, b_ds, x_k, input_precision=PRECISION)
+                other = tl.dot(b_u, tl.trans(b_do), other, input_precision=PRECISION)
             if HAS_G:
                 held += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
         b_q = tl.load(q + at, mask=mask, other=0.0)
@@ -287,7 +298,7 @@ def gradients(
     same = o[:, None] == o[None, :]
     if ONE:  # each product is made where it is used: accumulators are what this kernel is short of
         asked = tl.dot(b_do, tl.trans(b_u), input_precision=PRECISION)
-    pairs = wrote_before(asked, late, running, C, not WINDOW, HAS_G) * scale
+    pairs = wrote_before(asked, late, running, C, not WINDOW, False, HAS_G) * scale
     if WINDOW:
         near = tl.sum(tl.where(same, asked, 0.0), 1) * scale
         pairs *= omega[None, :]
@@ -303,23 +314,22 @@ def gradients(
         x_q += (own * near)[:, None] * b_k.to(tl.float32)
     tl.store(dq + at, x_q.to(dtype), mask=inside)
 
-    # dk is worked out turned, so that what was asked and missed is used as it stands.
-    if ONE:
-        x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), input_precision=PRECISION)
-    x_k *= left[None, :]
-    if HAS_G:
-        d_total = tl.sum(x_k * tl.trans(b_k).to(tl.float32))
-    x_k = tl.dot(tl.trans(b_q), b_pairs, x_k, input_precision=PRECISION)
-    if DELTA:
+    if DELTA:  # dk is worked out turned, so that what was asked and missed is used as it stands
+        if ONE:
+            x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), input_precision=PRECISION)
+        x_k *= left[None, :]
+        if HAS_G:
+            d_total = tl.sum(x_k * tl.trans(b_k).to(tl.float32))
+        x_k = tl.dot(tl.trans(b_q), b_pairs, x_k, input_precision=PRECISION)
         b_p = b_k
         if HAS_P:
             b_p = tl.load(p + at, mask=mask, other=0.0)
         if ONE:
-            missed = tl.dot(b_e, tl.trans(b_u), input_precision=PRECISION)
+            other = tl.dot(b_e, tl.trans(b_u), input_precision=PRECISION)
         if tile == 0:
-            diagonal = tl.sum(tl.where(same, missed, 0.0), 1)
+            diagonal = tl.sum(tl.where(same, other, 0.0), 1)
             tl.store(dbeta + first + token, diagonal / strength / strength, mask=here)
-        b_pairs = (-wrote_before(missed, before, running, C, False, HAS_G)).to(dtype)
+        b_pairs = (-wrote_before(other, before, running, C, False, False, HAS_G)).to(dtype)
         x_k = tl.dot(tl.trans(b_p), b_pairs, x_k, input_precision=PRECISION)
         if ONE:
             x_p = tl.dot(b_e, b_s, input_precision=PRECISION)
@@ -327,7 +337,18 @@ def gradients(
         d_before = tl.sum(x_p * b_p.to(tl.float32), 1)
         if HAS_P:
             tl.store(dp + at, x_p.to(dtype), mask=inside)
-    x_k = tl.trans(x_k)
+        x_k = tl.trans(x_k)
+    else:  # with one product each way this is the faster
+        if ONE:
+            x_k = tl.dot(b_u, b_ds, input_precision=PRECISION)
+            other = tl.dot(b_u, tl.trans(b_do), input_precision=PRECISION)
+        x_k *= left[:, None]
+        if HAS_G:
+            d_total = tl.sum(x_k * b_k.to(tl.float32))
+        pairs = wrote_before(other, late, running, C, not WINDOW, True, HAS_G) * scale
+        if WINDOW:
+            pairs *= omega[:, None]
+        x_k = tl.dot(pairs.to(dtype), b_q, x_k, input_precision=PRECISION)
     if HAS_G:
         d_write = -tl.sum(x_k * b_k.to(tl.float32), 1)
     if WINDOW:

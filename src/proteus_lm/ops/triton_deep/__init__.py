@@ -163,7 +163,7 @@ def refuse_step(tokens: Sequence[Tensor], weights: Sequence[Tensor], momentum: S
         return "a state that is not fp32"
     sides = tokens[0].shape[-1], tokens[2].shape[-1]
     if tokens[0].dtype == torch.bfloat16 and (chunk * max(sides) > 64 * 64 or weights[-1].shape[-2] <= 32):
-        return "bf16 tokens with fewer than 64 hidden units at a time, of which triton 3.6 makes a wrong kernel on Hopper"
+        return "bf16 tokens with fewer than 32 hidden units at a time by wgmma, of which triton 3.6 made wrong kernels on Hopper"
     return refuse(tokens, weights, chunk)
 
 

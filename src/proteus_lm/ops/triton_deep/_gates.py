@@ -1,9 +1,10 @@
 # ruff: noqa: ANN001 -- kernels: their arguments are pointers, tiles and constants, which Triton types itself
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false
-"""From a chunk's gates to the scales of its dual form, and back: one warp a chunk and head (spec/deep.md 2.1, 3.4).
+"""From a chunk's gates to the scales of its dual form, and back: a program a chunk and head (spec/deep.md 2.1, 3.4). And a plan.
 
 Everything follows from one recurrence over the slots on rows of b numbers: how much of each token's gradient is in the momentum and
-in the weights. It has no quotients, so gates of 0 and 1 are exact. Only the share of the start weights goes by logarithms.
+in the weights. It is worked out by scans over all rows at once, for b steps one after the other would each wait for memory. It has
+no quotients, so gates of 0 and 1 are exact. Only the share of the start weights goes by logarithms.
 """
 
 from __future__ import annotations
@@ -26,6 +27,38 @@ from proteus_lm.ops.triton_deep._common import (
 
 # What a share of 0 counts as where its logarithm is taken.
 FLOOR = tl.constexpr(2.0611536e-09)
+
+
+@triton.jit
+def plan_kernel(active, narrow, plan, opens, T, HID: tl.constexpr, B: tl.constexpr, BH: tl.constexpr) -> None:
+    """Grid (chunks, rows). The tables of a row's chunk from the open units of its slots, int64 (rows, T); 0 where no token is:
+    before the row's first token or behind its last, where nothing opens."""
+    n = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    t = tl.arange(0, B)
+    at = row * T + n * B + t
+    now = tl.load(active + at).to(tl.int32)
+    tl.store(narrow + at, now)
+    width = tl.max(now, 0)
+    there = now > 0
+    begin = tl.min(tl.where(there, t, B), 0)
+    filled = tl.where(there, now, tl.where(t < begin, tl.min(tl.where(there, now, HID), 0), width))
+    mixed = 0
+    chunk = row * tl.num_programs(0) + n
+    for first in range(0, HID, BH):
+        unit = first + tl.arange(0, BH)
+        slot = tl.sum((filled[:, None] <= unit[None, :]).to(tl.int32), 0)
+        slot = tl.where(width > 0, slot, B)
+        tl.store(opens + chunk * HID + unit, slot, mask=unit < HID)
+        mixed = tl.maximum(mixed, tl.max(((slot > 0) & (slot < B) & (unit < HID)).to(tl.int32), 0))
+    tl.store(plan + chunk * 2, width)
+    tl.store(plan + chunk * 2 + 1, mixed)
+
+
+@triton.jit
+def then(a1, b1, a2, b2):
+    """x -> a1 x + b1, and then x -> a2 x + b2."""
+    return a1 * a2, a2 * b1 + b2
 
 
 @triton.jit
@@ -53,27 +86,30 @@ def gates_kernel(
     at = p.to(tl.int64) * G + i
     mix += at * B * B
     passed += at * B * B
-    weights, momentum = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
-    for t in range(B):
-        _, keep, mo, here = _gates(theta, alpha, eta, active, tokens + t * H, active + t)
-        if PRE:
-            tl.store(mix + t * B + slot, weights)
-        momentum = tl.where(slot == t, 1.0, momentum * mo)
-        weights = weights * keep + momentum * here
-        if not PRE:
-            tl.store(mix + t * B + slot, weights)
-        if KEEP:
-            tl.store(passed + t * B + slot, momentum)
-    th, keep, mo, _ = _gates(theta, alpha, eta, active, tokens + slot * H, active + slot)
+    th, keep, mo, here = _gates(theta, alpha, eta, active, tokens + slot * H, active + slot)
+    row_at, column = slot[:, None], slot[None, :]  # of slot t: what of the gradient of slot s there is
+    every = tl.zeros((B, B), tl.float32)
+    _, momentum = tl.associative_scan((mo[:, None] + every, tl.where(row_at == column, 1.0, every)), 0, then)
+    _, weights = tl.associative_scan((keep[:, None] + every, momentum * here[:, None]), 0, then)
+    cells = row_at * B + column
+    if PRE:  # before each slot
+        tl.store(mix + cells, every, mask=row_at == 0)
+        tl.store(mix + cells + B, weights, mask=row_at < B - 1)
+    else:
+        tl.store(mix + cells, weights)
+    if KEEP:
+        tl.store(passed + cells, momentum)
+    last = row_at == B - 1
+    end_w, end_s = tl.sum(tl.where(last, weights, 0.0), 0), tl.sum(tl.where(last, momentum, 0.0), 0)
     log_keep = tl.log(tl.maximum(keep, FLOOR))
     logs = tl.cumsum(log_keep, 0)
     out = vec + at * VECTORS * B + slot
     tl.store(out + LOG_READ * B, logs - log_keep if PRE else logs)
     tl.store(out + LOG_BEFORE * B, logs - log_keep)
-    tl.store(out + END_W * B, weights * th)
-    tl.store(out + END_S * B, momentum * th)
-    tl.store(out + CARRY_W * B, weights * mo)
-    tl.store(out + CARRY_S * B, momentum * mo)
+    tl.store(out + END_W * B, end_w * th)
+    tl.store(out + END_S * B, end_s * th)
+    tl.store(out + CARRY_W * B, end_w * mo)
+    tl.store(out + CARRY_S * B, end_s * mo)
     tl.store(out + LOG_END * B, tl.zeros_like(logs) + tl.sum(log_keep, 0))
     tl.store(out + THETA * B, th)
     tl.store(out + ETA * B, mo)
@@ -137,23 +173,22 @@ def gates_backward_kernel(
     to_weights = d_end_w * th + d_carry_w * mo
     to_momentum = d_end_s * th + d_carry_s * mo
 
-    d_keep = tl.zeros((B,), tl.float32)
-    for back in range(B):
-        t = last - back
-        _, keep_t, mo_t, here_t = _gates(theta, alpha, eta, active, tokens + t * H, active + t)
-        row_mix = tl.load(d_mix + t * B + slot)
-        if not PRE:
-            to_weights += row_mix
-        earlier = t - 1 + PRE  # the row of `mix` that holds what was there before this slot
-        before = tl.load(mix + earlier * B + slot, mask=slot < (t + PRE) * B, other=0.0)
-        passed_before = tl.load(passed + (t - 1) * B + slot, mask=slot < t * B, other=0.0)
-        to_momentum += to_weights * here_t
-        d_keep = tl.where(slot == t, tl.sum(to_weights * before, 0), d_keep)
-        d_mo = tl.where(slot == t, d_mo + tl.sum(tl.where(slot < t, to_momentum * passed_before, 0.0), 0), d_mo)
-        to_momentum = tl.where(slot == t, 0.0, to_momentum * mo_t)
-        to_weights *= keep_t
-        if PRE:
-            to_weights += row_mix
+    # Of slot t: the gradients to each slot's share in the weights and in the momentum, from the last slot backwards.
+    row_at, column = slot[:, None], slot[None, :]
+    every = tl.zeros((B, B), tl.float32)
+    cells, ends = row_at * B + column, row_at == B - 1
+    behind = tl.minimum(slot + 1, B - 1)
+    _, keep_next, mo_next, _ = _gates(theta, alpha, eta, active, tokens + behind * H, active + behind)
+    given = tl.load(d_mix + cells + PRE * B, mask=row_at < B - PRE, other=0.0)  # PRE: a row is read before its slot
+    given += tl.where(ends, to_weights[None, :], 0.0)
+    _, in_weights = tl.associative_scan((keep_next[:, None] + every, given), 0, then, reverse=True)
+    from_weights = in_weights * here[:, None] + tl.where(ends, to_momentum[None, :], 0.0)
+    share = tl.where(column == row_at + 1, 0.0, mo_next[:, None])
+    _, in_momentum = tl.associative_scan((share, from_weights), 0, then, reverse=True)
+    before = tl.load(mix + cells - (1 - PRE) * B, mask=row_at >= 1 - PRE, other=0.0)
+    d_keep = tl.sum(in_weights * before, 1)
+    before = tl.load(passed + cells - B, mask=row_at >= 1, other=0.0)
+    d_mo += tl.sum(tl.where(column < row_at, in_momentum * before, 0.0), 1)
 
     # The share of the start weights: a step's logarithm counts in all reads behind it, and for units that opened before it.
     d_read = tl.load(d_vec + LOG_READ * B)

@@ -20,7 +20,7 @@ from torch import Tensor
 from proteus_lm.ops.triton_deep._backward import read_backward_kernel, rest_backward_kernel, write_backward_kernel
 from proteus_lm.ops.triton_deep._common import VECTORS
 from proteus_lm.ops.triton_deep._forward import read_kernel, rows_kernel, write_kernel
-from proteus_lm.ops.triton_deep._gates import gates_backward_kernel, gates_kernel
+from proteus_lm.ops.triton_deep._gates import gates_backward_kernel, gates_kernel, plan_kernel
 
 SEGMENT = 16  # chunks whose start states are held at once
 KEPT_BYTES = 2 << 30  # of start states that a call keeps for its backward
@@ -33,7 +33,7 @@ LAUNCH = {
     "read_backward": {"num_warps": 4, "num_stages": 2, "BH": 32},
     "write_backward": {"num_warps": 8, "num_stages": 2, "BH": 64},
     "rest_backward": {"num_warps": 4, "num_stages": 2, "BH": 32},
-    "gates_backward": {"num_warps": 1, "BH": 32},
+    "gates_backward": {"BH": 32},
 }
 
 
@@ -73,6 +73,11 @@ class Problem(NamedTuple):
         return 2 * self.dv * self.hidden + (2 * self.dk * self.hidden if self.depth == 2 else 0)
 
     @property
+    def square_warps(self) -> int:
+        """Warps of a program that holds numbers by slot and slot: 32 a thread of each."""
+        return max(1, self.chunk**2 // 1024)
+
+    @property
     def kept(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and type of what a forward keeps: (segments, programs, segment, cells), or (segments - 1, programs, cells) fp32."""
         shape = (len(self.segments), self.programs, self.segment, self.cells)
@@ -104,17 +109,14 @@ class Plan(NamedTuple):
 
 
 def plan_tables(active: Tensor, chunk: int, hidden: int) -> list[Tensor]:
-    """The first three of a `Plan`, from the open units of each slot, int64 (rows or 1, T), 0 without a token."""
-    highest = active.cummax(1).values
-    least = torch.where(active > 0, active, hidden).amin(1, keepdim=True)
-    filled = torch.where(highest > 0, highest, least)  # an empty slot opens nothing and closes nothing
-    cut = filled.view(len(filled), -1, chunk)
-    units = torch.arange(hidden, device=active.device)
-    opens = torch.searchsorted(cut.contiguous(), units.expand(*cut.shape[:2], -1).contiguous(), right=True)
-    width = active.view(cut.shape).amax(-1)
-    mixed = ((opens > 0) & (opens < chunk)).any(-1)
-    plan = torch.stack([width, mixed.to(width.dtype)], -1)
-    return [t.int().contiguous() for t in (active, plan, opens)]
+    """The first three of a `Plan`, from the open units of each slot, int64 (rows or 1, T), 0 without a token. One launch."""
+    rows, length = active.shape
+    chunks = length // chunk
+    new = lambda *shape: torch.empty(rows, *shape, device=active.device, dtype=torch.int32)  # noqa: E731
+    narrow, plan, opens = new(length), new(chunks, 2), new(chunks, hidden)
+    tile = min(64, triton.next_power_of_2(hidden))
+    plan_kernel[(chunks, rows)](active.contiguous(), narrow, plan, opens, length, HID=hidden, B=chunk, BH=tile, num_warps=4)
+    return [narrow, plan, opens]
 
 
 class Buffers:
@@ -152,7 +154,7 @@ def _gates(problem: Problem, gates: Sequence[Tensor], plan: Plan, buffers: Buffe
     gates_kernel[(count, problem.programs)](
         *gates, plan.active, buffers.mix, buffers.passed, buffers.vec,
         first, problem.tokens, problem.heads, problem.segment, plan.strides()[0],
-        B=problem.chunk, PRE=problem.pre, KEEP=keep, num_warps=1,
+        B=problem.chunk, PRE=problem.pre, KEEP=keep, num_warps=problem.square_warps,
     )  # fmt: skip
 
 
@@ -263,6 +265,6 @@ def backward(
         gates_backward_kernel[grid](
             *gates, plan.active, buffers.mix, buffers.passed, buffers.d_mix, buffers.d_vec, buffers.unit, plan.plan, plan.opens,
             *d_gates, first, *sizes, *strides, HID=problem.hidden, B=problem.chunk,
-            PRE=problem.pre, **LAUNCH["gates_backward"],
+            PRE=problem.pre, num_warps=problem.square_warps, **LAUNCH["gates_backward"],
         )  # fmt: skip
     return [dq, dk, dv, *d_gates]

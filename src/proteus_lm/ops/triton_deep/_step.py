@@ -27,11 +27,11 @@ from torch import Tensor
 
 from proteus_lm.ops.triton_deep._common import mul, operand, sixteens
 
-# Of each kernel: launch options, and hidden units worked on at once (BH), as checked on a GPU. Of "read" with bf16 tokens and tiles
-# of 32 or 16 triton 3.6 makes a wrong kernel (docs/titans-kernel.md): `refuse_step` keeps them out. With fp32 tokens 32 is faster.
+# Of each kernel: launch options, and hidden units worked on at once (BH), as checked on a GPU. "read" has two warps: with four,
+# Triton takes wgmma, and of that, in bf16, with tiles of 32 or 16, 3.6 makes a wrong kernel (docs/titans-kernel.md).
 LAUNCH = {
     "put": {"num_warps": 1},
-    "read": {"num_warps": 4, "num_stages": 2, "BH": 64},
+    "read": {"num_warps": 2, "num_stages": 2, "BH": 16, "maxnreg": 168},
     "read fp32": {"num_warps": 4, "num_stages": 3, "BH": 32},
     "close": {"num_warps": 4, "num_stages": 2, "BH": 32},
 }
@@ -189,15 +189,14 @@ def _by_unit(shares, opened, otherwise, B: tl.constexpr):
 
 
 @triton.jit
-def read_kernel(
-    q, rows_k, rows_v, plan, shares, err, w1, s1, w2, s2, y, H,
-    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, ACT: tl.constexpr,
+def _read(
+    q, rows_k, rows_v, plan, shares, err, w1, s1, w2, s2, y, H, p,
+    R: tl.constexpr, B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, ACT: tl.constexpr,
     DEEP: tl.constexpr, TYPE: tl.constexpr, PREC: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows * heads): y and `err`."""
-    p = tl.program_id(0).to(tl.int64)
+    """y and `err` of row and head p, whose tokens stand in the first R of B slots."""
     n, h = p // H, p % H
-    t, dk, dv = tl.arange(0, B), tl.arange(0, DK), tl.arange(0, DV)
+    t, dk, dv = tl.arange(0, R), tl.arange(0, DK), tl.arange(0, DV)
     row = plan + n * (HEAD + B)
     width, least, first, active = tl.load(row + WIDTH), tl.load(row + LEAST), tl.load(row + FIRST), tl.load(row + HEAD + t)
     shares += p * SHARES * B
@@ -210,7 +209,7 @@ def read_kernel(
     near = weight * tl.sum(b_k * b_q[None, :], 1)
     keys = operand(b_k, TYPE, PREC)
 
-    b_err = tl.zeros((B, DV), tl.float32)
+    b_err = tl.zeros((R, DV), tl.float32)
     for i in range(tl.cdiv(width, BH)):
         cols = i * BH + tl.arange(0, BH)
         locked, mixed = (i + 1) * BH > width, (i + 1) * BH > least
@@ -231,7 +230,7 @@ def read_kernel(
     pull = operand(near[:, None] * b_err, TYPE, PREC)
 
     decay0, carry0 = tl.load(shares + READ_DECAY * B + first), tl.load(shares + READ_CARRY * B + first)
-    alike, found = tl.zeros((B,), tl.float32), tl.zeros((BH, DV), tl.float32)
+    alike, found = tl.zeros((R,), tl.float32), tl.zeros((BH, DV), tl.float32)
     for i in range(tl.cdiv(width, BH)):
         cols = i * BH + tl.arange(0, BH)
         locked, mixed = (i + 1) * BH > width, (i + 1) * BH > least
@@ -265,6 +264,24 @@ def read_kernel(
     b_err = tl.load(err + (p * B + t)[:, None] * DV + dv[None, :])
     b_y = tl.sum(found, 0) - tl.sum((weight * alike)[:, None] * b_err, 0)
     tl.store(y + p * DV + dv, b_y.to(y.dtype.element_ty))
+
+
+@triton.jit
+def read_kernel(
+    q, rows_k, rows_v, plan, shares, err, w1, s1, w2, s2, y, H,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, ACT: tl.constexpr,
+    DEEP: tl.constexpr, TYPE: tl.constexpr, PREC: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows * heads): y and `err`. While half of the slots suffice, half the work."""
+    p = tl.program_id(0).to(tl.int64)
+    if B < 32:
+        _read(q, rows_k, rows_v, plan, shares, err, w1, s1, w2, s2, y, H, p, B, B, DK, DV, HID, BH, ACT, DEEP, TYPE, PREC, FAST)
+    elif tl.load(plan + p // H * (HEAD + B) + SLOT) < B // 2:
+        _read(
+            q, rows_k, rows_v, plan, shares, err, w1, s1, w2, s2, y, H, p, B // 2, B, DK, DV, HID, BH, ACT, DEEP, TYPE, PREC, FAST
+        )
+    else:
+        _read(q, rows_k, rows_v, plan, shares, err, w1, s1, w2, s2, y, H, p, B, B, DK, DV, HID, BH, ACT, DEEP, TYPE, PREC, FAST)
 
 
 @triton.jit

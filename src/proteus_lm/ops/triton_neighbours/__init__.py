@@ -2,8 +2,7 @@
 
 Eager PyTorch passes over the tokens 7 to 20 times for each of these; a kernel passes once forward and once backward. `runs` says
 whether the kernels take some tensors; where they do not, the mixers run the same mathematics in PyTorch. Under `torch.compile` they
-never run, for the compiler fuses PyTorch. In the environment PROTEUS_NEIGHBOURS=torch leaves them out, PROTEUS_NEIGHBOURS=all takes
-those too that `UNCHECKED` names.
+never run, for the compiler fuses PyTorch. In the environment PROTEUS_NEIGHBOURS=torch leaves them out.
 
 All compute in fp32, and give the result in the type of the input. No result of a token depends on the length or on the batch:
 nothing but the gradients of weights is summed over tokens, and those in one order (no atomics). First derivatives only.
@@ -22,11 +21,6 @@ from torch import Tensor
 from proteus_lm.ops.triton import installed
 
 VARIABLE = "PROTEUS_NEIGHBOURS"
-UNCHECKED = {
-    "step_sizes": "its file was touched after its check on a GPU (results/layers-NVIDIA-H200.md)",
-    "places": "its file was touched after its check on a GPU (results/layers-NVIDIA-H200.md)",
-}
-"""Kernels (of `ops/triton_mac`) that run only where PROTEUS_NEIGHBOURS is "all" until a GPU has checked them as they are; why."""
 MAX_WIDTH = 8192
 """Numbers under one norm: a program holds them all."""
 MAX_TAPS = 8
@@ -41,14 +35,11 @@ def reached(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def runs(kernel: str, *tensors: Tensor | None) -> bool:
-    """Whether a kernel takes these tensors: on a GPU, with Triton, eager, none of them float64, not turned off.
-
-    Args:
-        kernel: name of the function here that runs it.
+def runs(*tensors: Tensor | None) -> bool:
+    """Whether the kernels take these tensors: on a GPU, with Triton, eager, none of them float64, not turned off.
 
     Raises:
-        ValueError: for a value of PROTEUS_NEIGHBOURS other than "auto", "torch" and "all".
+        ValueError: for a value of PROTEUS_NEIGHBOURS other than "auto" and "torch".
     """
     if torch.compiler.is_compiling():
         return False
@@ -56,9 +47,9 @@ def runs(kernel: str, *tensors: Tensor | None) -> bool:
     if not all(reached(x) and x.dtype != torch.float64 and x.numel() for x in given):
         return False
     wanted = os.environ.get(VARIABLE, "auto")
-    if wanted not in ("auto", "torch", "all"):
-        raise ValueError(f"{VARIABLE} is {wanted!r}; it must be 'auto', 'torch' or 'all'")
-    return installed() and (wanted == "all" or (wanted == "auto" and kernel not in UNCHECKED))
+    if wanted not in ("auto", "torch"):
+        raise ValueError(f"{VARIABLE} is {wanted!r}; it must be 'auto' or 'torch'")
+    return installed() and wanted == "auto"
 
 
 class Documents(NamedTuple):
