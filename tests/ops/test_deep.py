@@ -14,10 +14,12 @@ from proteus_lm.ops._deep_activation import POINTWISE
 from proteus_lm.ops._deep_scan import titans_scan
 from proteus_lm.ops._deep_walk import GROUP
 from proteus_lm.ops.memory_activations import memory_function
+from proteus_lm.ops.native import build
 from tests.ops import vectors
 from tests.ops.deep_cases import (
     EXACT,
     HIDDEN,
+    Case,
     assert_compiled_once,
     assert_kept,
     assert_same_gradients,
@@ -33,6 +35,19 @@ from tests.ops.deep_cases import (
     schedule,
     with_floats,
 )
+
+NATIVE = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "-")
+BACKENDS = pytest.mark.parametrize("backend", ["chunk", pytest.param("native", marks=NATIVE)])
+
+
+def as_computed(case: Case, backend: str) -> Case:
+    """The case in the type that the backend computes in: the C kernel knows fp32 alone."""
+    if backend != "native":
+        return case
+    parts = [
+        [t.detach().float().requires_grad_(t.requires_grad) for t in part] for part in (case.tokens, case.weights, *case.state)
+    ]
+    return Case(parts[0], parts[1], (parts[2], parts[3]))
 
 
 @pytest.mark.shared
@@ -212,11 +227,12 @@ def test_the_first_chunk_remembers_before_it_is_full():
     assert (y[:, 1:] - changed[:, 1:]).abs().amin() > 0
 
 
+@BACKENDS
 @pytest.mark.parametrize("read", ["post", "pre"])
-def test_a_token_changes_nothing_before_it(read):
-    case = make(1, 26)
+def test_a_token_changes_nothing_before_it(read, backend):
+    case = as_computed(make(1, 26), backend)
     activation = schedule(3, 21).activation(HIDDEN, 26)  # unlocks at 7 and 14, boundaries at 5, 10, ..
-    options = {"chunk": 5, "read": read, "activation": activation}
+    options = {"chunk": 5, "read": read, "activation": activation, "backend": backend}
     y, _ = titans_memory(*case.tokens, case.weights, **options)
     for token in (4, 5, 6, 7, 8, 9, 10, 13, 14, 15, 20):
         tokens = [t.clone() for t in case.tokens]
@@ -260,14 +276,15 @@ def test_one_block_equals_no_schedule_bit_for_bit(depth):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_locked_units_keep_their_bits_and_their_nan_to_themselves(depth):
+@pytest.mark.parametrize(("depth", "backend"), [(1, "chunk"), (2, "chunk"), (3, "chunk"), pytest.param(2, "native", marks=NATIVE)])
+def test_locked_units_keep_their_bits_and_their_nan_to_themselves(depth, backend):
     case = make(2, 17, depth=depth)
     activation = schedule(3, 27).activation(case.units, 17)  # two of three blocks open
     masks = locked(case, 2 * (case.units // 3))
     plant(case, masks)
+    case = as_computed(case, backend)
     leaves = [*(t.requires_grad_() for t in case.tokens), *case.state[0], *case.state[1]]
-    options = {"chunk": 4, "activation": activation, "output_final_state": True}
+    options = {"chunk": 4, "activation": activation, "output_final_state": True, "backend": backend}
     y, state = titans_memory(*case.tokens, case.weights, initial_state=case.state, **options)
     assert y.isfinite().all()
     assert_kept(case, state, masks)
@@ -277,15 +294,16 @@ def test_locked_units_keep_their_bits_and_their_nan_to_themselves(depth):
         assert (grad[:, :, mask] == 0).all() and (grad[:, :, ~mask] != 0).any()
 
 
-def test_a_unit_locked_to_one_row_and_open_to_another_keeps_its_nan_to_itself():
-    case = make(2, 6)
+@BACKENDS
+def test_a_unit_locked_to_one_row_and_open_to_another_keeps_its_nan_to_itself(backend):
+    case = as_computed(make(2, 6), backend)
     width = HIDDEN // 3
     activation = schedule(3, 30).activation(HIDDEN, 6, offset=[0, 8])  # the second row's second block opens at its token 2
     for part in case.state:
         for tensor, mask in zip(part, locked(case, width)):
             tensor[0, :, mask] = float("nan")
     leaves = [t.requires_grad_() for t in (*case.tokens, *case.state[0], *case.state[1])]
-    options = {"chunk": 4, "activation": activation, "output_final_state": True}
+    options = {"chunk": 4, "activation": activation, "output_final_state": True, "backend": backend}
     y, state = titans_memory(*case.tokens, case.weights, initial_state=case.state, **options)
     assert y.isfinite().all()
     for before, after, mask in zip(case.state[0], state.weights, locked(case, width)):
@@ -304,13 +322,14 @@ def test_gates_at_their_ends_are_exact(alpha, eta, theta):
     compare(case, leaves, chunk=8, activation=schedule(3, 17).activation(HIDDEN, 20), initial_state=case.state)
 
 
-def test_long_chunks_of_extreme_gates_stay_finite_in_fp32():
+@BACKENDS
+def test_long_chunks_of_extreme_gates_stay_finite_in_fp32(backend):
     case = make(1, 200, dtype=torch.float32)
     case.tokens[3] *= 0.001  # the spec's bound on theta for this momentum
     case.tokens[4].copy_((torch.arange(200) % 3 == 0).float()[:, None].expand(1, 200, 2))
     case.tokens[5].fill_(0.95)
     leaves = [t.requires_grad_() for t in (*case.tokens, *case.weights)]
-    y, _ = titans_memory(*case.tokens, case.weights, chunk=128)
+    y, _ = titans_memory(*case.tokens, case.weights, chunk=128, backend=backend)
     right, _ = reference.titans_memory(*[t.double() for t in case.tokens], [w.double() for w in case.weights], chunk=128)
     assert (y - right).norm() < 1e-5 * right.norm()
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), leaves))
@@ -340,14 +359,15 @@ def test_shares_that_are_too_small_for_a_processor_to_be_quick_count_as_none(mon
         assert (ours - right).abs().amax() <= torch.finfo(torch.float32).eps * right.abs().amax()
 
 
-def test_result_is_that_of_fp32_whatever_the_types_and_the_autocast():
+@BACKENDS
+def test_result_is_that_of_fp32_whatever_the_types_and_the_autocast(backend):
     case = make(2, 30, dtype=torch.bfloat16, grad=True)
     leaves = [*case.tokens, *case.weights]
     wide = [t.detach().float().requires_grad_() for t in leaves]
     with torch.autocast("cpu", torch.bfloat16):
-        y, state = titans_memory(*case.tokens, case.weights, chunk=8, output_final_state=True)
+        y, state = titans_memory(*case.tokens, case.weights, chunk=8, output_final_state=True, backend=backend)
         grads = gradients(y, None, leaves)
-    right, right_state = titans_memory(*wide[:6], wide[6:], chunk=8, output_final_state=True)
+    right, right_state = titans_memory(*wide[:6], wide[6:], chunk=8, output_final_state=True, backend=backend)
     assert y.dtype == torch.bfloat16 and all(t.dtype == torch.float32 for t in floats(state))
     assert torch.equal(y, right.bfloat16()) and all(torch.equal(a, b) for a, b in zip(floats(state), floats(right_state)))
     for ours, theirs in zip(grads, gradients(right, None, wide)):

@@ -27,7 +27,7 @@ def captured(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
     except RuntimeError as reason:
         raise RuntimeError(
             f"train.cuda_graph is true, but this model's step cannot be captured: {reason}\nA memory's PyTorch form waits for the "
-            "host; Triton's kernels do not: they take bf16 (train.precision=bf16) and, of Titans, heads of 32, 64 or 128 and chunks "
+            "host; Triton's kernels do not: they take bf16 (train.precision=bf16) and, of Titans, heads of 32, 64, 128 and chunks "
             "of 16 to 128 (see `proteus doctor`). Change these, or use train.cuda_graph=false"
         ) from reason
 

@@ -270,11 +270,11 @@ def _read(
 def read_kernel(
     q, rows_k, rows_v, plan, shares, err, w1, s1, w2, s2, y, H,
     B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HID: tl.constexpr, BH: tl.constexpr, ACT: tl.constexpr,
-    DEEP: tl.constexpr, TYPE: tl.constexpr, PREC: tl.constexpr, FAST: tl.constexpr,
+    DEEP: tl.constexpr, TYPE: tl.constexpr, PREC: tl.constexpr, FAST: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows * heads): y and `err`. While half of the slots suffice, half the work."""
+    """Grid (rows * heads): y and `err`. HALVES: while half of the slots suffice, half the work."""
     p = tl.program_id(0).to(tl.int64)
-    if B < 32:
+    if not HALVES:
         _read(q, rows_k, rows_v, plan, shares, err, w1, s1, w2, s2, y, H, p, B, B, DK, DV, HID, BH, ACT, DEEP, TYPE, PREC, FAST)
     elif tl.load(plan + p // H * (HEAD + B) + SLOT) < B // 2:
         _read(
@@ -416,8 +416,10 @@ def _launch(tokens: list[Tensor], state: list[Tensor], active: Tensor | None, re
         **shape, **LAUNCH["put"], PRE=read == "pre", GATED=active is not None,
     )  # fmt: skip
     cast("Any", read_kernel)[(programs,)](
-        q, rows[0], rows[1], plan, shares, err, *matrices, y, sizes.heads, **common, **sizes.launch("read" if half else "read fp32")
-    )
+        q, rows[0], rows[1], plan, shares, err, *matrices, y, sizes.heads, **common,
+        HALVES=sizes.chunk >= 32 and (half or not q.is_cuda),  # in fp32 no GPU has checked it
+        **sizes.launch("read" if half else "read fp32"),
+    )  # fmt: skip
     cast("Any", close_kernel)[(min(programs, CLOSING),)](
         plan, shares, err, *rows, *matrices, programs, sizes.heads, **common, **sizes.launch("close")
     )
