@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from proteus_lm import ProteusConfig
-from proteus_lm.mixers import AttentionMixer
+from proteus_lm.mixers import AttentionMixer, attention
 from proteus_lm.mixers.rotary import rotary_angles, rotate
 from proteus_lm.sequence import TokenSequence
 from tests.mixers.models import assert_near, make, options, tokens
@@ -30,6 +30,17 @@ def test_attention_is_its_formula(window):
     x = torch.randn(2, 13, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y, _ = mixer(x, TokenSequence(ProteusConfig().schedule, 2, 13))
     assert_near(y, by_hand(mixer, x))
+
+
+@pytest.mark.parametrize("form", ["attention", "mag"])
+def test_a_window_makes_no_mask_of_all_pairs(form, monkeypatch):
+    """At 32K tokens such a mask would take a gigabyte."""
+    masks, read = [], attention.softmax_read
+    monkeypatch.setattr(attention, "softmax_read", lambda *given: masks.append(given[3]) or read(*given))
+    fields = {"titans_variant": "mag", "persistent_tokens": 3} if form == "mag" else {}
+    model = make(options("titans" if form == "mag" else form, window=4, num_hidden_layers=1, **fields))
+    model(tokens(2, 61))
+    assert len(masks) == 2 and all(mask is None or mask.numel() <= 4 * (2 * 4 + 3) for mask in masks)
 
 
 def test_a_window_forgets_exactly_and_decodes_past_three_windows_with_left_padding():

@@ -66,6 +66,26 @@ def softmax_read(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix: P
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale).transpose(1, 2)
 
 
+def window_read(q: Tensor, k: Tensor, v: Tensor, prefix: Prefix | None = None) -> Tensor:
+    """`softmax_read` of the last `window` keys, each query's own among them, where every query has that many: in blocks of
+    `window` queries, which see their own block of keys and the one before. A mask of all pairs would grow with the length squared.
+
+    Args:
+        q: (N, L, H, D or, with a prefix, 2 D).
+        k, v: (N, window + L, H, D), `window` places before the first query's on.
+    """
+    length, window = q.shape[1], k.shape[1] - q.shape[1]
+    blocks = -(-length // window)
+    fill = blocks * window - length  # behind the last query, which sees none of it
+    q, k, v = (pad(x, (0, 0, 0, 0, 0, fill)).unflatten(1, (-1, window)) for x in (q, k, v))
+    k, v = (torch.cat((x[:, :-1], x[:, 1:]), 2).flatten(0, 1) for x in (k, v))
+    query, key = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
+    mask = (key > query) & (key <= query + window)
+    front = 0 if prefix is None else len(prefix.keys)
+    y = softmax_read(q.flatten(0, 1), k, v, pad(mask, (front, 0), value=True)[None, None], prefix)
+    return y.unflatten(0, (-1, blocks)).flatten(1, 2)[:, :length]
+
+
 class AttentionMixer(Mixer):
     """Multi-head attention: y_t = out(sum_j softmax_j(q_t k_j / sqrt D) v_j), j <= t, and t - j < window where there is one."""
 
@@ -168,11 +188,14 @@ class AttentionMixer(Mixer):
             k, v = (torch.cat((old.to(new.dtype), new), 1) for old, new in zip(state, (k, v)))
         past, length = k.shape[1] - q.shape[1], q.shape[1]
         front = 0 if persistent is None else len(persistent)
-        mask = sequence.once(("visible", self.window, front), lambda: self._visible(past, length, sequence, front))
+        cut = length if self.window is None or length <= 2 * self.window else self.window
+        mask = sequence.once(("visible", self.window, front), lambda: self._visible(past, cut, sequence, front))
         prefix = None
         if persistent is not None:
             prefix, q = self.keys_values(persistent), torch.cat((q, plain), -1)
-        y = softmax_read(q, k, v, mask, prefix)
+        y = softmax_read(q[:, :cut], k[:, : past + cut], v[:, : past + cut], mask, prefix)
+        if cut < length:
+            y = torch.cat((y, window_read(q[:, cut:], k[:, past:], v[:, past:], prefix)), 1)
         if packed:
             y = sequence.documents.join(y)
         return y.flatten(-2), self._state(k, v, length, sequence) if use_state else None
