@@ -44,10 +44,9 @@ def as_computed(case: Case, backend: str) -> Case:
     """The case in the type that the backend computes in: the C kernel knows fp32 alone."""
     if backend != "native":
         return case
-    parts = [
-        [t.detach().float().requires_grad_(t.requires_grad) for t in part] for part in (case.tokens, case.weights, *case.state)
-    ]
-    return Case(parts[0], parts[1], (parts[2], parts[3]))
+    given = case.tokens, case.weights, *case.state
+    tokens, weights, *state = ([t.detach().float().requires_grad_(t.requires_grad) for t in part] for part in given)
+    return Case(tokens, weights, (state[0], state[1]))
 
 
 @pytest.mark.shared

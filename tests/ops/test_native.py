@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from proteus_lm.ops import TitansState, backend, native, reference, titans_memory
 from proteus_lm.ops.deep import refusals
-from proteus_lm.ops.native import build
+from proteus_lm.ops.native import _call, _memory, build
 from tests.ops.deep_cases import (
     HIDDEN,
     Case,
@@ -23,7 +25,6 @@ from tests.ops.deep_cases import (
     floats,
     gradients,
     in_calls,
-    locked,
     make,
     schedule,
     with_floats,
@@ -155,10 +156,8 @@ def test_an_odd_head_and_value_width_equal_the_oracle():
 @pytest.mark.parametrize("kept", [0, 60_000, 1 << 28], ids=["nothing", "the first rows", "all"])
 def test_what_is_kept_for_the_backward_is_enough_for_many_chunks(kept, monkeypatch):
     """More chunks than lie between saved states, with unlocks in between, for rows that end in different chunks."""
-    from proteus_lm.ops.native import _operator
-
-    monkeypatch.setattr(_operator, "KEPT", kept)
-    group = _operator.GROUP
+    monkeypatch.setattr(_call, "TAPES", kept)
+    group = _call.GROUP
     tokens = 3 * 2 * group + 5
     case = make(1, tokens, rows=3, grad=True)
     bounds = torch.tensor([0, 7, 7 + 2 * group, tokens])
@@ -168,39 +167,39 @@ def test_what_is_kept_for_the_backward_is_enough_for_many_chunks(kept, monkeypat
 
 @pytest.mark.parametrize(("batch", "heads", "tokens", "chunk"), [(1, 1, 1, 64), (3, 2, 77, 16), (2, 1, 200, 2), (1, 4, 130, 64)])
 def test_the_room_a_compiled_graph_takes_is_enough(batch, heads, tokens, chunk):
-    from proteus_lm.ops.native._operator import Call, most_room
-
     case = make(batch, tokens, heads=heads, dtype=torch.float32)
     for offset in (0, chunk - 1):
         opened = torch.full((1, tokens), HIDDEN)
         state = [*case.state[0], *case.state[1]]
-        call = Call(case.tokens, [], state, opened, None, torch.tensor([offset]), None, chunk, "post", "silu", True)
-        assert 0 < call.room() <= most_room(batch, case.tokens[0], case.tokens[2], HIDDEN, chunk)
+        walk = _call.walk(case.tokens[0], batch, offset, None, chunk, "post", "silu")
+        call = _call.Call(_call.Inputs(case.tokens, [], state, opened, None, walk), True)
+        assert 0 < call.room() <= _call.most_room(batch, case.tokens[0], case.tokens[2], HIDDEN, chunk)
 
 
-def run(case: Case, threads: int, **options: Any) -> list[Tensor]:
+def run(case: Case, threads: int, carried: bool, **options: Any) -> list[Tensor]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        tokens, state = narrow((case.tokens, case.state))
-        y, final = titans_memory(*tokens, case.weights, initial_state=state, output_final_state=True, **options)
-        return [y, *floats(final), *gradients(y, final, [*tokens, *state[0], *state[1]])]
+        tokens, weights, state = narrow((case.tokens, case.weights, case.state))
+        start = state if carried else None
+        y, final = titans_memory(*tokens, weights, initial_state=start, output_final_state=True, **options)
+        return [y, *floats(final), *gradients(y, final, [*tokens, *((*state[0], *state[1]) if carried else weights)])]
     finally:
         torch.set_num_threads(before)
 
 
-def test_results_have_the_same_bits_whatever_the_threads_and_from_call_to_call():
+@pytest.mark.parametrize("carried", [False, True])
+def test_results_have_the_same_bits_whatever_the_threads_and_from_call_to_call(carried):
     case = make(3, 50, heads=3, dtype=torch.float32)
     options = {"chunk": 8, "activation": schedule(4, 40).activation(HIDDEN, 50), "backend": "native"}
-    one = run(case, 1, **options)
+    one = run(case, 1, carried, **options)
     for threads in (1, 2, 5):
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, run(case, threads, **options), strict=True))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, run(case, threads, carried, **options), strict=True))
 
 
-def test_memory_of_tapes_is_used_again_but_not_while_a_graph_may_need_it():
-    from proteus_lm.ops.native import _operator
-
-    _operator._free.clear()
+def test_memory_of_tapes_is_used_again_but_not_while_a_graph_may_need_it(monkeypatch):
+    monkeypatch.setattr(_memory, "LARGE", 50_000)  # a tape of this case has twice as many bytes, no other tensor as many
+    monkeypatch.setattr(_memory, "_free", [])
     tokens, weights = narrow((make(2, 70, grad=True).tokens, make(2, 70, grad=True).weights))
     other = [t.detach() * 0.5 for t in tokens]
 
@@ -213,10 +212,35 @@ def test_memory_of_tapes_is_used_again_but_not_while_a_graph_may_need_it():
     second = torch.autograd.grad(y.sum(), tokens)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     del y, again
-    sizes = [len(memory) for memory in _operator._free]
+    sizes = [len(memory) for memory in _memory._free]
     assert len(sizes) == 2
     run(tokens)
-    assert [len(memory) for memory in _operator._free] == sizes[1:] + sizes[:1]
+    assert [len(memory) for memory in _memory._free] == sizes[1:] + sizes[:1]
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_what_memory_held_before_shows_nowhere(blocks, carried, monkeypatch):
+    """All tensors of a call in memory that is full of NaN."""
+    monkeypatch.setattr(_memory, "LARGE", 0)
+    monkeypatch.setattr(_memory, "_taken", lambda size: bytearray(b"\xff" * size))
+    case = make(2, 37, grad=True)
+    compare(case, case.state if carried else None, chunk=8, activation=schedule(blocks, 50).activation(HIDDEN, 37))
+
+
+def test_memory_is_kept_up_to_a_limit_and_goes_to_tensors_of_about_its_size(monkeypatch):
+    monkeypatch.setattr(_memory, "LARGE", 0)
+    monkeypatch.setattr(_memory, "KEPT", 7_000)
+    monkeypatch.setattr(_memory, "_free", [])
+    sizes = lambda: [len(memory) // 4 for memory in _memory._free]  # noqa: E731
+    held = [_memory.uncleared((numbers,)) for numbers in (600, 900, 800)]
+    while held:
+        del held[0]
+    assert sizes() == [900, 800]  # the oldest went
+    pair = [_memory.uncleared((20, 25)) for _ in range(2)]
+    assert sizes() == []
+    assert [t.untyped_storage().nbytes() // 4 for t in pair] == [500, 500] and pair[0].data_ptr() != pair[1].data_ptr()
+    assert pair[0].is_contiguous() and not pair[0]._is_view()
 
 
 def test_rows_and_modes_do_not_change_a_bit():
@@ -230,42 +254,6 @@ def test_rows_and_modes_do_not_change_a_bit():
     assert torch.equal(call(narrow(case.tokens)), whole)
 
 
-@pytest.mark.parametrize("read", ["post", "pre"])
-def test_a_token_changes_nothing_before_it(read):
-    case = make(1, 26, dtype=torch.float32)
-    options = {"chunk": 5, "read": read, "activation": schedule(3, 21).activation(HIDDEN, 26), "backend": "native"}
-    y, _ = titans_memory(*case.tokens, case.weights, **options)
-    for token in (4, 5, 6, 7, 8, 9, 10, 13, 14, 15, 20):
-        tokens = [t.clone() for t in case.tokens]
-        for tensor in tokens:
-            tensor[:, token] = tensor[:, token] * 0.5 + 0.1
-        changed, _ = titans_memory(*tokens, case.weights, **options)
-        assert torch.equal(changed[:, :token], y[:, :token])
-        assert not torch.equal(changed[:, token + 1], y[:, token + 1])
-
-
-def test_locked_units_keep_their_bits_and_their_nan_to_themselves():
-    case = make(2, 17, dtype=torch.float32)
-    activation = schedule(3, 27).activation(HIDDEN, 17)  # two of three blocks open
-    masks = [*locked(case, 2 * (HIDDEN // 3))] * 2
-    before = [*case.state[0], *case.state[1]]
-    for tensor, mask in zip(before, masks, strict=True):
-        tensor[:, :, mask] = torch.tensor([float("nan"), -0.0, 1e-40]).repeat(1000)[: int(mask.sum())]
-    leaves = [t.requires_grad_() for t in (*case.tokens, *before)]
-    y, state = titans_memory(
-        *case.tokens, case.weights, chunk=4, activation=activation, initial_state=case.state, output_final_state=True,
-        backend="native",
-    )  # fmt: skip
-    assert y.isfinite().all()
-    for old, new, mask in zip(before, [*state.weights, *state.momentum], masks, strict=True):
-        assert torch.equal(bits(old[:, :, mask]), bits(new[:, :, mask]))
-        assert new[:, :, ~mask].isfinite().all() and not torch.equal(old[:, :, ~mask], new[:, :, ~mask])
-    grads = torch.autograd.grad(y.sum(), leaves)
-    assert all(g.isfinite().all() for g in grads)
-    for grad, mask in zip(grads[6:], masks, strict=True):
-        assert (grad[:, :, mask] == 0).all() and (grad[:, :, ~mask] != 0).any()
-
-
 def test_any_split_into_calls_gives_what_one_call_gives():
     case = make(2, 30, dtype=torch.float32)
     plan, offset = schedule(4, 25), torch.tensor([0, 6])
@@ -275,17 +263,6 @@ def test_any_split_into_calls_gives_what_one_call_gives():
     )
     y, state = in_calls(case, [1, 6, 7, 20, 30], plan, offset, **options)
     assert worst([y, *floats(state)], [whole, *floats(final)]) < TOLERANCE
-
-
-def test_half_types_are_computed_in_fp32_and_gradients_come_back_in_theirs():
-    case = make(2, 20, dtype=torch.bfloat16, grad=True)
-    leaves = [*case.tokens, *case.weights]
-    with torch.autocast("cpu", torch.bfloat16):
-        y, _ = titans_memory(*case.tokens, case.weights, chunk=8, backend="native")
-    wide = narrow(leaves)
-    right, _ = titans_memory(*wide[:6], wide[6:], chunk=8, backend="native")
-    assert torch.equal(y, right.bfloat16())
-    assert all(g.dtype == torch.bfloat16 for g in gradients(y, None, leaves))
 
 
 def test_compiled_equals_eager_and_compiles_once_for_all_positions():
@@ -306,18 +283,37 @@ def test_operator_keeps_what_it_promises_to_torch():
 
     case = make(2, 9, dtype=torch.float32, grad=True)
     state = [[t.detach().requires_grad_() for t in part] for part in case.state]
-    options = (torch.full((1, 9), HIDDEN), None, torch.tensor([0, 2]), None, None, 4, "post", "gelu_tanh", True, True)
+    options = (torch.full((1, 9), HIDDEN), None, torch.tensor([0, 2]), None, None, 4, "post", "gelu_tanh", True)
     # Not the fourth, which compares results of eager and traced calls: what is kept for the backward has room that nobody fills.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(titans_native, (case.tokens, [], *state, *options), test_utils=tests)
 
 
+def test_what_looks_on_sees_an_operator_with_the_same_results():
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    case = make(2, 21, dtype=torch.float32, grad=True)
+    options = {"chunk": 4, "activation": schedule(4, 30).activation(HIDDEN, 21, offset=3), "output_final_state": True}
+    results = []
+    for mode in (nullcontext(), Calls()):
+        with mode:
+            y, state = titans_memory(*case.tokens, case.weights, backend="native", **options)
+            results.append([y, *floats(state), *gradients(y, state, [*case.tokens, *case.weights])])
+    assert {"proteus_lm.titans_native.default", "proteus_lm.titans_native_backward.default"} <= set(seen)
+    assert worst(*results) < TOLERANCE
+
+
 def test_a_second_derivative_is_refused_and_not_silently_wrong():
     case = make(1, 9, dtype=torch.float32, grad=True)
-    y, _ = titans_memory(*case.tokens, case.weights, chunk=4, backend="native")
-    (first,) = torch.autograd.grad(y.square().sum(), case.tokens[0], create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(first.square().sum(), case.tokens[1])
+    for power in (1, 2):  # of 1, what comes to the backward is a constant
+        y, _ = titans_memory(*case.tokens, case.weights, chunk=4, backend="native")
+        (first,) = torch.autograd.grad((y**power).sum(), case.tokens[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            torch.autograd.grad(first.square().sum() + case.tokens[1].sum(), case.tokens[1])
 
 
 def chosen(case: Case, state: Any = None, **options: Any) -> backend.Choice:
@@ -422,10 +418,8 @@ def test_processes_that_build_at_once_all_get_a_library(unbuilt):
 def test_the_structure_has_the_size_that_c_gives_it():
     import ctypes
 
-    from proteus_lm.ops.native._operator import Arguments
-
     build.library().titans_arguments.restype = ctypes.c_int64
-    assert build.library().titans_arguments() == ctypes.sizeof(Arguments)
+    assert build.library().titans_arguments() == ctypes.sizeof(_call.Arguments)
 
 
 def test_the_package_ships_the_source():

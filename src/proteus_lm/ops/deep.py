@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from proteus_lm.ops.backend import Known, choose
 from proteus_lm.ops.memory_activations import matrix_names, memory_function, places
 from proteus_lm.ops.rows import check_packed
 from proteus_lm.ops.state import TitansState
+from proteus_lm.schedule import ActivationSchedule
 
 READS = ("post", "pre")
 DECAY_TARGETS = ("zero", "init")
@@ -242,9 +245,10 @@ def chunk_form(
     depth, chunk = len(start.weights), start.k.shape[1]
     earlier = [start.k, start.v, start.theta, start.alpha, start.eta] if carried else []
     target, norm = ([t.to(start.weights[0].dtype) for t in part] for part in (target, norm))
+    direct = kernel == "native" and native.direct([*tokens, *start.weights, *start.momentum, *earlier])
+    start = start if direct else _each_row(start)
     needed = [*tokens, *start.weights, *start.momentum, *target, *norm, *earlier]
     held, position = (start.active, start.position) if carried else (None, None)
-    offset = torch.tensor([at]) if isinstance(at, int) else at
     if kernel == "triton":
         check_position(at, position)
         out = triton_deep.scan(
@@ -254,7 +258,7 @@ def chunk_form(
     elif kernel == "native":
         out = native.scan(
             tokens, earlier, start.weights, start.momentum, active, held, at, position, cu_seqlens,
-            chunk=chunk, read=read, memory_activation=memory_activation,
+            chunk=chunk, read=read, memory_activation=memory_activation, final=output_final_state, direct=direct,
         )  # fmt: skip
     else:
         offset = torch.tensor([at]) if isinstance(at, int) else at
@@ -265,6 +269,7 @@ def chunk_form(
         )  # fmt: skip
     if not output_final_state:
         return out[0], None
+    start = start if carried else _no_open_rows(start, tokens[1:])
     boundary = tuple(out[1 : 1 + depth]), tuple(out[1 + depth : 1 + 2 * depth])
     return out[0], _final(start, boundary, tokens, active, at, chunk, cu_seqlens)
 
@@ -303,7 +308,10 @@ def _start(
     activation: Activation | None,
     initial: InitialState | None,
 ) -> tuple[TitansState, int | Tensor]:
-    """The state to start from, its boundary in the type to compute in, and the position of each row's first token (N or 1)."""
+    """The state to start from, its boundary in the type to compute in, and the position of each row's first token (N or 1).
+
+    What was not given is left to those who want it: `_each_row` makes a memory for each row, `_no_open_rows` the rest.
+    """
     offset = 0 if activation is None else activation.offset
     at = offset.long() if isinstance(offset, Tensor) else offset
     if isinstance(initial, TitansState):
@@ -311,14 +319,27 @@ def _start(
         boundary = initial.weights, initial.momentum
         rest = initial[2:]
     else:
-        boundary = ([w.expand(rows, *w.shape) for w in weights], [w.new_zeros(()).expand(rows, *w.shape) for w in weights])
-        boundary = boundary if initial is None else initial
-        empty = [t.new_zeros(rows, chunk, *t.shape[2:]) for t in tokens[1:]]
-        active = torch.zeros(rows, chunk, dtype=torch.int64, device=tokens[0].device)
-        rest = (*empty, active, _positions(at, rows, active.device))
+        boundary = initial or (weights, ())
+        rest = [tokens[0].new_zeros(()).expand(rows, chunk)] * 7
     dtype = compute_dtype(*tokens, *weights, *boundary[0])
     wide = [tuple(t.to(dtype) for t in part) for part in boundary]
     return TitansState._make([*wide, *rest]), at
+
+
+def _each_row(start: TitansState) -> TitansState:
+    """The state with a memory (N, H, in, out) for each row, and momentum, where one memory is all that was given."""
+    if start.momentum:
+        return start
+    rows = len(start.k)
+    weights = tuple(w.expand(rows, *w.shape) for w in start.weights)
+    return start._replace(weights=weights, momentum=tuple(w.new_zeros(()).expand_as(w) for w in weights))
+
+
+def _no_open_rows(start: TitansState, tokens: Sequence[Tensor]) -> TitansState:
+    """The state with open rows (N, chunk, ...) of zeros for tokens k, v, theta, alpha, eta."""
+    (rows, chunk), zero = start.k.shape[:2], tokens[0].new_zeros(())
+    active = torch.zeros(rows, chunk, dtype=torch.int64, device=zero.device)
+    return TitansState._make([*start[:2], *(zero.expand(rows, chunk, *t.shape[2:]) for t in tokens), active, start.position])
 
 
 def _active(activation: Activation | None, q: Tensor, weights: Sequence[Tensor], on_host: bool) -> Tensor:
@@ -330,7 +351,17 @@ def _active(activation: Activation | None, q: Tensor, weights: Sequence[Tensor],
         return torch.full((1, q.shape[1]), weights[-1].shape[-2], device="cpu" if on_host else q.device)
     if not on_host or isinstance(activation.offset, Tensor) or activation.cu_seqlens is not None:
         return activation.active
+    if native.direct((q,)):
+        table = _table(activation.schedule, activation.dim, activation.offset, activation.length)
+        return torch.frombuffer(table, dtype=torch.int64)[None]
     return activation.schedule.active(activation.dim, activation.offset + torch.arange(activation.length))[None]
+
+
+@lru_cache(maxsize=8)
+def _table(schedule: ActivationSchedule, dim: int, offset: int, length: int) -> array[int]:
+    """Open coordinates of `length` tokens from a position on: the same in every layer and step. No tensor, which has a mode."""
+    stretches = schedule.segments(dim, offset, offset + length)
+    return array("q", [units for first, past, units in stretches for _ in range(first, past)])
 
 
 def _positions(at: int | Tensor, rows: int, device: torch.device) -> Tensor:

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from proteus_lm.ops._deep_scan import check_position
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.native.build import why_not
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def refuse(tokens: Sequence[Tensor], weights: Sequence[Tensor], layers: int) -> str | None:
@@ -36,6 +40,13 @@ def _built() -> str:
     return why_not()
 
 
+def direct(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel may be called on these tensors as they are. What traces, or looks on, is to see an operator instead."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(type(t) in _PLAIN for t in tensors)
+
+
 def scan(
     tokens: Sequence[Tensor],
     open_rows: Sequence[Tensor],
@@ -50,23 +61,43 @@ def scan(
     chunk: int,
     read: str,
     memory_activation: str,
+    final: bool,
+    direct: bool,
 ) -> list[Tensor]:
     """Read and write an MLP memory along rows of tokens; inputs that `refuse` does not name.
 
     Args:
-        tokens, open_rows: any floating types but fp64.  weights, momentum: fp32.
+        tokens, open_rows: any floating types but fp64.
+        weights, momentum: fp32 (N, H, in, out); where the call is direct also (H, in, out) of all rows, and no momentum.
         active, open_active, offset, position, cu_seqlens, chunk, read, memory_activation: see `_operator.titans_native`.
+        final: give the state at the end too.  direct: see `direct`; else an operator is called.
 
     Returns:
-        y (B, T, H, Dv) in the type of v; weights and momentum (N, H, in, out) at each row's last boundary.
-    """
-    from proteus_lm.ops.native._operator import titans_native
+        y (B, T, H, Dv) in the type of v; with `final`, weights and momentum (N, H, in, out) at each row's last boundary.
 
-    leaves = (*tokens, *open_rows, *weights, *momentum)
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
-    out = titans_native(
-        [t.float() for t in tokens], [t.float() for t in open_rows], list(weights), list(momentum), active, open_active,
-        torch.tensor([offset]) if isinstance(offset, int) else offset, position, cu_seqlens,
-        chunk, read, memory_activation, save, torch.compiler.is_compiling(),
-    )  # fmt: skip
-    return [out[0].to(tokens[2].dtype), *out[1 : 1 + 2 * len(weights)]]
+    Raises:
+        ValueError: for boundaries that do not fit the tokens, or an offset that is not the position.
+        MemoryError: where the kernel finds none.
+    """
+    given = [t.float() for t in tokens], [t.float() for t in open_rows], list(weights), list(momentum)
+    flat = [t for part in given for t in part]
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in flat)
+    options = chunk, read, memory_activation
+    if direct:
+        from proteus_lm.ops.native._call import Inputs, forward, walk
+        from proteus_lm.ops.native._function import Scan
+
+        check_position(offset, position)
+        rows = len(tokens[0]) if cu_seqlens is None else len(cu_seqlens) - 1
+        way = walk(tokens[0], rows, offset, cu_seqlens, *options)
+        if save:
+            out = Scan.apply(final, way, active, open_active, *flat)
+        else:
+            given = Inputs(*given[:2], [*weights, *momentum], active, open_active, way)
+            out = forward(given, final=final, save=False)
+    else:
+        from proteus_lm.ops.native._operator import titans_native
+
+        at = torch.tensor([offset]) if isinstance(offset, int) else offset
+        out = titans_native(*given, active, open_active, at, position, cu_seqlens, *options, save)
+    return [out[0].to(tokens[2].dtype), *out[1 : 5 if final else 1]]

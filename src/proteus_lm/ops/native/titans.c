@@ -62,12 +62,13 @@ typedef struct {
   const float *open_k, *open_v, *open_gate[3]; /* (N, chunk, H, ...) of the open chunk, or NULL */
   const L *active, *open_active;           /* (B or 1, T), (N, chunk) or NULL: open units */
   const L *first, *length, *phase;         /* (N): first token among all, tokens, slot of the first */
-  const float *start[4];                   /* W1, W2, S1, S2 (N, H, in, out) at the first boundary */
+  const float *start[4];                   /* W1, W2, S1, S2 (N, H, in, out) at the first boundary; NULL for zeros */
   L start_row[4];                          /* numbers from a row of `start` to the next; 0 where all have one memory */
   float *state[4], *y, *saved;             /* at the last boundary; (B, T, H, dv); `room` numbers, tapes up to `limit` */
   const float *dy, *d_end[4];              /* the backward: gradients of y and `state`, NULL for zeros */
   void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* OpenMP's, of the runtime that PyTorch uses, or NULL */
-  float *d_state[4], *dq, *dk_, *dv_, *d_gate[3], *d_open_k, *d_open_v, *d_open_gate[3];
+  float *d_state[4], *d_shared[4];         /* of `start`, NULL where not wanted; and its sum over rows, if that is */
+  float *dq, *dk_, *dv_, *d_gate[3], *d_open_k, *d_open_v, *d_open_gate[3];
 } Args;
 
 /* ---- products ---------------------------------------------------------------------------------------------------------------- */
@@ -113,12 +114,13 @@ INLINE void block(const int m, const int nv, L k0, L k1, const float *a, L rs, L
 /* C (M, N) from A (M, K), whose element (i, k) is a[i * rs + k * cs], and B (K, N). N is rounded up to whole vectors. */
 static void product(L M, L N, L K, const float *a, L rs, L cs, const float *b, L ldb, float *c, L ldc, int mode, int shape) {
   for (L j = 0; j < N; j += 2 * VL) {
-    const int nv = N - j > VL ? 2 : 1;
     for (L i = 0; i < M; i += MR) {
       const L m = M - i < MR ? M - i : MR;
       const float *at = a + i * rs;
       const L k0 = shape == UPPER ? i : 0, k1 = shape == LOWER && i + m < K ? i + m : K;
-      if (shape == OUT_LOWER && j >= i + m) continue;
+      const L wanted = shape == OUT_LOWER && i + m < N ? i + m : N; /* columns */
+      const int nv = wanted - j > VL ? 2 : 1;
+      if (j >= wanted) continue;
       switch (m) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4)
 #if MR > 4
@@ -342,11 +344,11 @@ typedef struct { float *w1, *w2, *s1, *s2; L ld, lv; } State; /* (dk, ld), (w, l
 
 #define WIDE 12
 typedef struct {
-  L lh, lk, lv, lb, segments;
+  L lh, lk, lv, lb, segments;             /* steps: by unit (of a chunk's open units), key, value, token */
   L *at, *open, *low, *high, *tau;
-  float *q, *k, *v, *dy, *dq, *dk, *dg2, *ek, *dk_end, *eg, *dg_end, *t1, *t2; /* (chunk, dk or dv) */
+  float *q, *k, *v, *dy, *dq, *dk, *g2, *dg2, *ek, *dk_end, *eg, *dg_end, *t1, *t2; /* (chunk, dk or dv) */
   float *gate[3], *d_gate[3], *end_c, *end_d, *d_end_c, *d_end_d, *keep, *p_end, *d_p, *d_open;
-  float *hist, *passed, *share, *qk, *near, *d_share, *s_a, *s_b, *small_t, *d_hist; /* (chunk + 1, chunk) */
+  float *hist, *passed, *share, *qk, *alike, *near, *d_share, *s_a, *s_b, *small_t, *d_hist; /* (chunk + 1, chunk) */
   float *gam, *d_gam, *d_car;             /* (segments, chunk + 1) */
   float *row_gam, *row_car, *row_a, *row_b, *end_w, *car_w, *car_s, *d_end_w, *d_car_w, *d_car_s; /* by unit */
   float *wide[WIDE], *turned, *turned2, *tall, *tall2; /* (chunk, lh); (max(dk, dv), lh); (w, max(lk, lv, lb)) */
@@ -369,13 +371,13 @@ static L layout(const Args *c, Work *k, float *base, L tape) {
   const L ld = max2(k->lk, k->lv), tall = max2(ld, k->lb), square = (b + 1) * k->lb, by_gate = (b + 1) * (b + 1);
   L **ints[] = {&k->at, &k->open, &k->low, &k->high, &k->tau};
   for (int i = 0; i < 5; i++) *ints[i] = (L *)take(&p, 2 * (b + 1));
-  float **rows[] = {&k->q, &k->k, &k->v, &k->dy, &k->dq, &k->dk, &k->dg2, &k->ek, &k->dk_end, &k->eg, &k->dg_end, &k->t1, &k->t2};
-  for (int i = 0; i < 13; i++) *rows[i] = take(&p, b * ld);
+  float **rows[] = {&k->q, &k->k, &k->v, &k->dy, &k->dq, &k->dk, &k->g2, &k->dg2, &k->ek, &k->dk_end, &k->eg, &k->dg_end, &k->t1, &k->t2};
+  for (int i = 0; i < 14; i++) *rows[i] = take(&p, b * ld);
   float **lines[] = {&k->gate[0], &k->gate[1], &k->gate[2], &k->d_gate[0], &k->d_gate[1], &k->d_gate[2], &k->end_c, &k->end_d,
                      &k->d_end_c, &k->d_end_d, &k->keep, &k->p_end, &k->d_p, &k->d_open};
   for (int i = 0; i < 14; i++) *lines[i] = take(&p, k->lb + 16);
-  float **squares[] = {&k->hist, &k->passed, &k->share, &k->qk, &k->near, &k->d_share, &k->s_a, &k->s_b, &k->d_hist};
-  for (int i = 0; i < 9; i++) *squares[i] = take(&p, square);
+  float **squares[] = {&k->hist, &k->passed, &k->share, &k->qk, &k->alike, &k->near, &k->d_share, &k->s_a, &k->s_b, &k->d_hist};
+  for (int i = 0; i < 10; i++) *squares[i] = take(&p, square);
   k->small_t = take(&p, ld * k->lb);
   float **gates[] = {&k->gam, &k->d_gam, &k->d_car};
   for (int i = 0; i < 3; i++) *gates[i] = take(&p, by_gate);
@@ -395,10 +397,10 @@ static L layout(const Args *c, Work *k, float *base, L tape) {
 /* Matrix i of an item in W1, W2, S1, S2, and its numbers. */
 static L matrix_numbers(const Args *c, int i) { return (i % 2 ? c->dv : c->dk) * c->hidden; }
 static const float *start_of(const Args *c, L item, int i) {
-  return c->start[i] + item / c->heads * c->start_row[i] + item % c->heads * matrix_numbers(c, i);
+  return c->start[i] ? c->start[i] + item / c->heads * c->start_row[i] + item % c->heads * matrix_numbers(c, i) : NULL;
 }
 
-/* Units [low, high) between a matrix (dk, h) or (h, dv) and a working state; out: from the latter. */
+/* Units [low, high) between a matrix (dk, h) or (h, dv) and a working state; out: from the latter; from NULL: zeros into it. */
 static void move_matrix(const Args *c, int i, const float *from, float *to, const State *s, L low, L high, int out) {
   const int second = i % 2;
   float *in = i == 0 ? s->w1 : i == 1 ? s->w2 : i == 2 ? s->s1 : s->s2;
@@ -406,7 +408,8 @@ static void move_matrix(const Args *c, int i, const float *from, float *to, cons
   const L at = second ? 0 : low, size = second ? c->dv : high - low;
   for (L r = first; r < last; r++) {
     if (out) memcpy(to + r * step + at, in + r * ld + at, 4 * size);
-    else memcpy(in + r * ld + at, from + r * step + at, 4 * size);
+    else if (from) memcpy(in + r * ld + at, from + r * step + at, 4 * size);
+    else clear(in + r * ld, at, at + size);
   }
 }
 
@@ -415,10 +418,10 @@ static void open_units(const Args *c, L item, const State *s, L low, L high) {
   for (int i = 0; i < 4 && high > low; i++) move_matrix(c, i, start_of(c, item, i), NULL, s, low, high, 0);
 }
 
-/* Write out units [low, high). */
+/* Write out units [low, high), of the matrices that are wanted. */
 static void close_units(const Args *c, float *const tensors[4], L item, const State *s, L low, L high) {
   for (int i = 0; i < 4 && high > low; i++)
-    move_matrix(c, i, NULL, tensors[i] + item * matrix_numbers(c, i), s, low, high, 1);
+    if (tensors[i]) move_matrix(c, i, NULL, tensors[i] + item * matrix_numbers(c, i), s, low, high, 1);
 }
 
 /* Rows of n numbers, in whole vectors. */
@@ -525,16 +528,20 @@ static void lower(L n, const float *a, const float *b, L lb, L ldb, float *out, 
     }
 }
 
-static void scale_rows(L n, L d, const float *s, const float *x, float *out, L ld) {
+/* Rows of x (n, d) by two scales each. */
+static void scale_rows(L n, L d, const float *s1, const float *s2, const float *x, float *out1, float *out2, L ld) {
   for (L t = 0; t < n; t++)
-    for (L i = 0; i < d; i += VL) store(out + t * ld + i, s[t] * load(x + t * ld + i));
+    for (L i = t * ld; i < t * ld + d; i += VL) {
+      const V y = load(x + i);
+      store(out1 + i, s1[t] * y), store(out2 + i, s2[t] * y);
+    }
 }
 
 /* ---- forward of a chunk ------------------------------------------------------------------------------------------------------ */
 
-/* Fills the tape but for the state, and k->t1 with y; needs `chunk_start`. */
-static void chunk_forward(const Args *c, Work *k, L n, L w, const State *s, const Tape *r) {
-  const L lh = k->lh, lk = k->lk, lv = k->lv, lb = k->lb, wp = r->wp, dk = c->dk, dv = c->dv;
+/* k->t1: y; k->g2, k->alike and, unless NULL, zq: the tape but for the state. Needs `chunk_start`. */
+static void chunk_forward(const Args *c, Work *k, L n, L w, const State *s, float *zq_out) {
+  const L lh = k->lh, lk = k->lk, lv = k->lv, lb = k->lb, wp = round16(w), dk = c->dk, dv = c->dv;
   float *a = k->wide[0], *g1 = k->wide[1], *p1 = k->wide[2], *p2 = k->wide[3], *x = k->wide[4], *z = k->wide[5], *h = k->wide[6];
   V slope, bend;
   product(n, w, dk, k->k, lk, 1, s->w1, s->ld, z, lh, SET, FULL);
@@ -544,11 +551,11 @@ static void chunk_forward(const Args *c, Work *k, L n, L w, const State *s, cons
       store(g1 + t * lh + j, slope);
     }
     clear(a + t * lh, k->open[t], wp), clear(g1 + t * lh, k->open[t], wp);
-    for (L j = 0; j < dv; j++) r->g2[t * lv + j] = -k->v[t * lv + j];
+    for (L j = 0; j < dv; j++) k->g2[t * lv + j] = -k->v[t * lv + j];
   }
-  product(n, dv, w, a, lh, 1, s->w2, s->lv, r->g2, lv, ADD, FULL);
+  product(n, dv, w, a, lh, 1, s->w2, s->lv, k->g2, lv, ADD, FULL);
   turn(s->w2, w, dv, s->lv, k->turned, lh);
-  product(n, w, dv, r->g2, lv, 1, k->turned, lh, h, lh, SET, FULL);
+  product(n, w, dv, k->g2, lv, 1, k->turned, lh, h, lh, SET, FULL);
   for (L t = 0; t < n; t++) {
     for (L j = 0; j < wp; j += VL) store(g1 + t * lh + j, load(g1 + t * lh + j) * load(h + t * lh + j));
     clear(g1 + t * lh, k->open[t], wp);
@@ -566,21 +573,21 @@ static void chunk_forward(const Args *c, Work *k, L n, L w, const State *s, cons
       const V g = load(k->row_gam + j), m = load(k->row_car + j);
       const V zq = g * load(p1 + t * lh + j) + m * load(p2 + t * lh + j) - load(x + t * lh + j);
       const V value = function(zq, &slope, &bend, c->silu);
-      store(r->zq + t * wp + j, zq);
+      if (zq_out) store_past(zq_out + t * wp + j, zq);
       store(x + t * lh + j, value), store(p1 + t * lh + j, g * value), store(p2 + t * lh + j, m * value);
     }
     clear(x + t * lh, k->open[t], wp), clear(p1 + t * lh, k->open[t], wp), clear(p2 + t * lh, k->open[t], wp);
   }
   turn(a, n, w, lh, k->tall, lb);
-  product(n, n, w, x, lh, 1, k->tall, lb, r->alike, r->lb, SET, OUT_LOWER);
-  lower(n, k->share, r->alike, lb, r->lb, k->s_a, 0);
+  product(n, n, w, x, lh, 1, k->tall, lb, k->alike, lb, SET, OUT_LOWER);
+  lower(n, k->share, k->alike, lb, lb, k->s_a, 0);
   product(n, dv, w, p1, lh, 1, s->w2, s->lv, k->t1, lv, SET, FULL);
   product(n, dv, w, p2, lh, 1, s->s2, s->lv, k->t1, lv, ADD, FULL);
-  product(n, dv, n, k->s_a, lb, 1, r->g2, lv, k->t1, lv, SUB, LOWER);
+  product(n, dv, n, k->s_a, lb, 1, k->g2, lv, k->t1, lv, SUB, LOWER);
 }
 
 /* The state to the chunk's end; what chunk_forward left in k is needed. */
-static void advance(const Args *c, Work *k, L n, L w, const State *s, const Tape *r) {
+static void advance(const Args *c, Work *k, L n, L w, const State *s) {
   const L lh = k->lh, wp = round16(w);
   const float *a = k->wide[0], *g1 = k->wide[1];
   for (L i = 0; i < c->dk; i++)
@@ -595,8 +602,8 @@ static void advance(const Args *c, Work *k, L n, L w, const State *s, const Tape
       const V m = load(ps);
       store(pw, k->end_w[j] * load(pw) + k->car_w[j] * m), store(ps, k->car_s[j] * m);
     }
-  scale_rows(n, c->dk, k->end_c, k->k, k->ek, k->lk), scale_rows(n, c->dk, k->end_d, k->k, k->dk_end, k->lk);
-  scale_rows(n, c->dv, k->end_c, r->g2, k->eg, k->lv), scale_rows(n, c->dv, k->end_d, r->g2, k->dg_end, k->lv);
+  scale_rows(n, c->dk, k->end_c, k->end_d, k->k, k->ek, k->dk_end, k->lk);
+  scale_rows(n, c->dv, k->end_c, k->end_d, k->g2, k->eg, k->dg_end, k->lv);
   product(c->dk, w, n, k->ek, 1, k->lk, g1, lh, s->w1, s->ld, SUB, FULL);
   product(c->dk, w, n, k->dk_end, 1, k->lk, g1, lh, s->s1, s->ld, SUB, FULL);
   product(w, c->dv, n, a, 1, lh, k->eg, k->lv, s->w2, s->lv, SUB, FULL);
@@ -613,12 +620,14 @@ static void walk_forward(const Args *c, Work *k, const Row *row, L item, L from,
     if (!n) continue;
     Tape t = tape_at(c, keep ? tape + now->tape - row->chunk[from].tape : tape, n, w);
     State kept = tape_state(&t);
+    k->lh = step_of(w);
     if (keep) copy_state(c, &k->state, &kept, w);
     chunk_start(c, k, r, head, i, before);
     gather_rows(c, r, head, k->at, n, c->v, c->open_v, c->dv, k->v, k->lv);
-    chunk_forward(c, k, n, w, &k->state, &t);
+    chunk_forward(c, k, n, w, &k->state, keep ? t.zq : NULL);
+    if (keep) copy_rows(n, n, k->alike, k->lb, t.alike, t.lb), copy_rows(n, c->dv, k->g2, k->lv, t.g2, k->lv);
     if (answer) scatter_rows(c, r, head, k->at, n, c->y, NULL, c->dv, k->t1, k->lv);
-    if (now->ends) advance(c, k, n, w, &k->state, &t);
+    if (now->ends) advance(c, k, n, w, &k->state);
   }
 }
 
@@ -640,9 +649,14 @@ static void item_forward(const Args *c, const Plan *p, Work *k, L item) {
       }
       walk_forward(c, k, row, item, from, to, k->tape, 0, 1);
     }
-  for (int i = 0; i < 4; i++)
-    memcpy(c->state[i] + item * matrix_numbers(c, i), start_of(c, item, i), 4 * matrix_numbers(c, i));
-  close_units(c, c->state, item, &k->state, 0, row->chunk[row->chunks - 1].width);
+  const L open = row->chunk[row->chunks - 1].width;
+  for (int i = 0; i < 4 && open < c->hidden; i++) {
+    const L size = matrix_numbers(c, i);
+    const float *start = start_of(c, item, i);
+    if (c->state[i] && start) memcpy(c->state[i] + item * size, start, 4 * size);
+    else if (c->state[i]) memset(c->state[i] + item * size, 0, 4 * size);
+  }
+  close_units(c, c->state, item, &k->state, 0, open);
 }
 
 /* ---- backward of a chunk ----------------------------------------------------------------------------------------------------- */
@@ -814,8 +828,8 @@ static void chunk_backward(const Args *c, Work *k, L n, L w, const Tape *r, cons
   float *dg1 = xsl;
   product(n, w, n, k->near, 1, lb, dz, lh, dg1, lh, NEG, UPPER);
   if (ends) {
-    scale_rows(n, dk, k->end_c, k->k, k->ek, lk), scale_rows(n, dk, k->end_d, k->k, k->dk_end, lk);
-    scale_rows(n, dv, k->end_c, r->g2, k->eg, lv), scale_rows(n, dv, k->end_d, r->g2, k->dg_end, lv);
+    scale_rows(n, dk, k->end_c, k->end_d, k->k, k->ek, k->dk_end, lk);
+    scale_rows(n, dv, k->end_c, k->end_d, r->g2, k->eg, k->dg_end, lv);
     turn(d->w2, w, dv, d->lv, k->turned2, lh);
     product(n, w, dv, k->eg, lv, 1, k->turned2, lh, da, lh, SUB, FULL);
     turn(d->s2, w, dv, d->lv, k->turned2, lh);
@@ -867,6 +881,7 @@ static void walk_backward(const Args *c, Work *k, const Row *row, L item, L from
     const L before = i ? now[-1].width : 0, n = now->tokens, w = now->width;
     if (n) {
       Tape t = tape_at(c, tape + now->tape - row->chunk[from].tape, n, w);
+      k->lh = step_of(w);
       chunk_start(c, k, r, head, i, before);
       gather_rows(c, r, head, k->at, n, c->dy, NULL, c->dv, k->dy, k->lv);
       chunk_backward(c, k, n, w, &t, d, now->ends);
@@ -887,15 +902,16 @@ static void item_backward(const Args *c, const Plan *p, Work *k, L item) {
   const Place place = p->place[item];
   const L last = row->chunks - 1;
   float *scratch = k->tape;
-  State d = {.ld = k->lh, .lv = k->lv};
-  d.w1 = take(&scratch, c->dk * k->lh), d.s1 = take(&scratch, c->dk * k->lh);
+  State d = {.ld = step_of(c->hidden), .lv = k->lv};
+  d.w1 = take(&scratch, c->dk * d.ld), d.s1 = take(&scratch, c->dk * d.ld);
   d.w2 = take(&scratch, c->hidden * k->lv), d.s2 = take(&scratch, c->hidden * k->lv);
   for (int i = 0; i < 4; i++) {
-    const L size = matrix_numbers(c, i);
-    float *to = c->d_state[i] + item * size;
-    if (c->d_end[i]) memcpy(to, c->d_end[i] + item * size, 4 * size);
-    else memset(to, 0, 4 * size);
-    move_matrix(c, i, to, NULL, &d, 0, row->chunk[last].width, 0);
+    const L size = matrix_numbers(c, i), open = row->chunk[last].width;
+    const float *end = c->d_end[i] ? c->d_end[i] + item * size : NULL;
+    float *to = c->d_state[i] && open < c->hidden ? c->d_state[i] + item * size : NULL; /* through locked units it goes as it is */
+    if (to && end) memcpy(to, end, 4 * size);
+    else if (to) memset(to, 0, 4 * size);
+    move_matrix(c, i, end, NULL, &d, 0, open, 0);
   }
   if (place.whole) {
     walk_backward(c, k, row, item, 0, row->chunks, c->saved + place.at, &d);
@@ -954,6 +970,17 @@ static void work_together(const Args *c, Job *job, L threads) {
   for (L i = 0; i < started; i++) pthread_join(others[i], NULL);
 }
 
+/* Ask for large pages: to touch new memory first, page by page, is else a tenth of the time; and a chunk's work lies in more small
+ * pages than a processor knows the places of. */
+static void large_pages(float *from, L size) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const uintptr_t page = 1 << 21, low = ((uintptr_t)from + page - 1) & ~(page - 1), high = (uintptr_t)(from + size) & ~(page - 1);
+  if (from && high > low) madvise((void *)low, high - low, MADV_HUGEPAGE);
+#else
+  (void)from, (void)size;
+#endif
+}
+
 /* Working memory of the last call, for the next: to touch new memory first takes about as long as a chunk. */
 static struct { float *memory; L size; } kept;
 static pthread_mutex_t kept_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -963,7 +990,10 @@ static float *borrow(L *size) {
   pthread_mutex_lock(&kept_lock);
   if (kept.size >= *size) memory = kept.memory, *size = kept.size, kept.memory = NULL, kept.size = 0;
   pthread_mutex_unlock(&kept_lock);
-  return memory || !posix_memalign(&memory, 4096, 4 * *size) ? memory : NULL;
+  if (memory) return memory;
+  if (posix_memalign(&memory, 4 * *size < 1 << 21 ? 4096 : 1 << 21, 4 * *size)) return NULL;
+  large_pages(memory, *size);
+  return memory;
 }
 
 static void give_back(float *memory, L size) {
@@ -976,14 +1006,16 @@ static void give_back(float *memory, L size) {
   free(memory);
 }
 
-/* Ask for large pages: to touch new memory first, page by page, is else a tenth of the time. */
-static void large_pages(float *from, L size) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const uintptr_t page = 1 << 21, low = ((uintptr_t)from + page - 1) & ~(page - 1), high = (uintptr_t)(from + size) & ~(page - 1);
-  if (from && high > low) madvise((void *)low, high - low, MADV_HUGEPAGE);
-#else
-  (void)from, (void)size;
-#endif
+/* Gradients of a memory that all rows start from: always in the order of the rows. */
+static void add_rows(const Args *c) {
+  for (int i = 0; i < 4; i++) {
+    const L size = matrix_numbers(c, i) * c->heads;
+    float *sum = c->d_shared[i];
+    if (!sum) continue;
+    memcpy(sum, c->d_state[i], 4 * size);
+    for (L r = 1; r < c->rows; r++)
+      for (L j = 0; j < size; j++) sum[j] += c->d_state[i][r * size + j];
+  }
 }
 
 static int run(const Args *c, int backward) {
@@ -1002,6 +1034,7 @@ static int run(const Args *c, int backward) {
   if (backward) large_pages(c->dq, keys), large_pages(c->dk_, keys), large_pages(c->dv_, values);
   else large_pages(c->y, values), large_pages(c->saved, c->save ? plan.used : 0);
   work_together(c, &job, threads);
+  if (backward) add_rows(c);
   give_back(job.memory, size), free_plan(&plan);
   return 0;
 }
