@@ -87,7 +87,7 @@ class ProteusConfig(PreTrainedConfig):
         decay_target: what forgetting pulls Titans' memory to: "zero" as printed, or its learned start, "init" (docs/choices.md).
         surprise_clip: limit of the norm of a token's inner gradient, all matrices of a head's memory together; None for none.
         theta_scale: bound of theta * chunk_size / (1 - eta) with one and two layers; with L of them it is 2 / L of that (swiglu:
-            3 / (2L - 1)), so that 1 is safe at every depth (spec/deep.md 6, docs/titans-forms.md).
+            3/11 with three, 3/43 with four), so that 1 is the safe default at every depth (spec/deep.md 6, docs/titans-forms.md).
         titans_variant: form of Titans (docs/titans-forms.md): lmm, the memory alone; mac, mag, mal with attention.
         persistent_tokens: learned rows of each block before every document, written to Titans' memory as one inner chunk (not with
             mac), and seen by all tokens of its attention; 0 for none.

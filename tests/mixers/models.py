@@ -106,3 +106,21 @@ def assert_states_near(got: Any, wanted: Any, tolerance: float | None = None) ->
     assert torch.equal(got.position, wanted.position)
     for one, other in zip(tensors(tuple(got.states)), tensors(tuple(wanted.states)), strict=True):
         assert_near(one, other, tolerance)
+
+
+def train_finitely(fields, steps, length):
+    """Train on a repeating text with a large step size; losses finite and lower at the end."""
+    model = make(fields, torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        ids = tokens(4, length, seed=step % 5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert loss.isfinite() and norm.isfinite(), f"step {step}: loss {loss}, gradient norm {norm}"
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < sum(losses[:5])

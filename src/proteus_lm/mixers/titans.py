@@ -158,13 +158,17 @@ class TitansMemory(Mixer):
     def step_bound(config: ProteusConfig) -> float:
         """Largest theta * chunk / (1 - eta): theta_scale, less with more than two layers, so that 1 is as safe there.
 
-        A memory is near a product of its n matrices. One that gives unit answers to unit keys has a loss of curvature
-        sum (1 / w_i)^2 >= n, w_i being the gains, of product 1; gradient descent is stable up to 2 over the curvature (spec/deep.md
-        6). From two layers on the bound falls as 1 / n: 2 / L, and with gates, two matrices a hidden layer, 3 / (2 L - 1).
+        A memory is near a product of its matrices' gains, each to a power m. Where all are 1, so that unit keys have unit answers,
+        its loss curves by sum m^2, and gradient descent is stable up to 2 over the curvature (spec/deep.md 6). So the bound falls
+        with that sum from two layers on. Plain: m = 1, sum L. A gated layer squares what comes in: m doubles with each gated
+        layer above, and two matrices have it, sum 1 + 2 (1 + 4 + .. + 4^(L - 2)).
         """
+
+        def curvature(depth: int) -> int:
+            return 1 + sum(arity * arity ** (2 * above) for above in range(depth - 1))
+
         arity = memory_function(config.memory_activation).arity
-        matrices = arity * (config.memory_depth - 1) + 1
-        return config.theta_scale * min(1.0, (arity + 1) / matrices)
+        return config.theta_scale * min(1.0, curvature(2) / curvature(config.memory_depth))
 
     @staticmethod
     def _layer_sizes(config: ProteusConfig) -> list[tuple[int, int]]:
