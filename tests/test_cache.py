@@ -134,6 +134,31 @@ def test_a_saved_cache_gives_the_same_next_tokens_and_no_other_model_takes_it(fi
     assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_cut_cache_file_is_refused_with_its_path_and_what_to_do(share, tmp_path):
+    model, ids = make(cases()[0].values[0]), tokens(2, 5)
+    path = tmp_path / "cache.safetensors"
+    model(ids, use_cache=True)[CACHE_NAME].save(path, model)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match=r"cache\.safetensors cannot be read .* damaged or cut short.*run the model"):
+        ProteusCache.load(path, model)
+    with pytest.raises(FileNotFoundError, match="none"):
+        ProteusCache.load(tmp_path / "none", model)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}], ids=str)
+def test_a_prompt_of_masked_tokens_alone_is_refused_by_generate(options):
+    model, ids = make(cases()[0].values[0]), tokens(3, 9)
+    mask = LEFT.clone()
+    mask[1] = 0
+    with pytest.raises(ValueError, match="prompt with no tokens"):
+        generate(model, ids, attention_mask=mask, **options)
+    ids[2] = 0  # the padding, left out where no mask is given
+    with pytest.raises(ValueError, match="pad_token_id"):
+        generate(model, ids, **options)
+
+
 def test_what_a_memory_cannot_do_is_said():
     model, ids = make(cases()[0].values[0]), tokens(2, 5)
     cache = model(ids, use_cache=True)[CACHE_NAME]

@@ -317,12 +317,26 @@ def applied(module):
         ({"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 1, 5, 5)}, ["(2, 1, 5, 5)"]),
         ({"input_ids": tokens(2, 5), "labels": tokens(2, 4)}, ["(2, 4)", "(2, 5)"]),
         ({"input_ids": tokens(2, 5), "labels": tokens(2, 5), "logits_to_keep": 1}, ["logits_to_keep"]),
+        ({"input_ids": torch.tensor([[3, 31]])}, ["input_ids holds 31,", "vocabulary of 31", "0 to 30"]),
+        ({"input_ids": torch.tensor([[3, -1]])}, ["input_ids holds -1,", "vocabulary of 31"]),
+        ({"input_ids": torch.tensor([[3, -100]])}, ["input_ids holds -100,"]),
+        ({"input_ids": tokens(1, 2), "labels": torch.tensor([[3, 99]])}, ["labels holds 99,", "vocabulary of 31", "-100"]),
+        ({"input_ids": tokens(1, 2), "labels": torch.tensor([[3, -1]])}, ["labels holds -1,"]),
+        ({"input_ids": tokens(1, 2), "attention_mask": torch.tensor([[0.5, 1.0]])}, ["attention_mask holds 0.5;", "0 for"]),
+        ({"input_ids": tokens(1, 2), "attention_mask": torch.tensor([[0, -1]])}, ["attention_mask holds -1;"]),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused_in_words(inputs, words):
     with pytest.raises(ValueError) as error:
         make(options("comba"))(**inputs)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_masked_tokens_may_hold_any_id_and_label():
+    model, ids = make(options("comba")), torch.tensor([[-1, 3, 4, 5, 99]])
+    out = model(ids, labels=ids, attention_mask=torch.tensor([[0, 1, 1, 1, 0]]))
+    alone = model(ids[:, 1:4], labels=ids[:, 1:4])
+    assert_near(out.loss, alone.loss)
 
 
 def test_documents_cannot_be_packed_where_positions_run_through_the_window_or_behind_a_cache():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache
@@ -115,8 +115,20 @@ class ProteusCache(Cache):
         """A cache that `save` wrote, on the device of `model`, which must be the model that filled it.
 
         Raises:
-            ValueError: for a file that is not such a cache, of another model (with both fingerprints), or of another schedule.
+            ValueError: for a file that is not such a cache or is damaged, of another model (with both fingerprints), or of another
+                schedule.
+            FileNotFoundError: where there is none.
         """
+        try:
+            return cls._load(path, model)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} cannot be read as a saved ProteusCache: {error}; it is damaged or cut short, or no safetensors file: "
+                "copy it anew, or run the model over the tokens again and save its cache"
+            ) from error
+
+    @classmethod
+    def _load(cls, path: str | Path, model: ProteusForCausalLM) -> ProteusCache:
         with safe_open(path, "pt", device=str(model.device)) as file:
             about = file.metadata() or {}
             if not {"model", "seen", "unlocks"} <= about.keys():

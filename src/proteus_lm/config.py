@@ -81,13 +81,17 @@ class ProteusConfig(PreTrainedConfig):
         memory_depth, memory_expansion, memory_activation: layers of Titans' memory, its hidden width in head_dim, the function
             between (gelu_tanh | silu | swiglu; with swiglu a hidden layer has two matrices).
         memory_residual_norm: Titans' memory is x + LN(MLP(x)); the norm's gain and bias are learned, but not written by tokens.
+            In chunks below sqrt(2 head_dim) tokens it takes smaller steps; from three layers on give it decay_target "init"
+            (docs/titans-forms.md).
         chunk_size: tokens whose gradients are taken at the same weights (Titans' inner chunk; part of the model).
         read: of the memory with ("post") or without ("pre", Proteus eq 11 to the letter) the token's own write.
         use_momentum, use_forgetting: Titans' gates eta and alpha.
         decay_target: what forgetting pulls Titans' memory to: "zero" as printed, or its learned start, "init" (docs/choices.md).
         surprise_clip: limit of the norm of a token's inner gradient, all matrices of a head's memory together; None for none.
         theta_scale: bound of theta * chunk_size / (1 - eta) with one and two layers; with L of them it is 2 / L of that (swiglu:
-            3/11 with three, 3/43 with four), so that 1 is the safe default at every depth (spec/deep.md 6, docs/titans-forms.md).
+            3/11 with three, 3/43 with four), so that 1, the default, is safe at every depth for weights about as large as they are
+            drawn. Training that makes them large (AdamW at 1e-2, swiglu of four layers) needs a surprise_clip of 1, or a lower
+            learning rate (spec/deep.md 6, docs/titans-forms.md).
         titans_variant: form of Titans (docs/titans-forms.md): lmm, the memory alone; mac, mag, mal with attention.
         persistent_tokens: learned rows of each block before every document, written to Titans' memory as one inner chunk (not with
             mac), and seen by all tokens of its attention; 0 for none.

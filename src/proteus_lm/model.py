@@ -239,7 +239,8 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict: False for a plain tuple.
 
         Raises:
-            ValueError: for inputs that do not fit together.
+            ValueError: for inputs that do not fit together. On the CPU also for ids and labels outside the vocabulary and masks of
+                other values than 0 and 1; on a GPU, which would have to be waited for, ids and labels stop its own kernels.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
@@ -252,6 +253,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         self._check(tokens, attention_mask, past, labels, cu_seqlens, logits_to_keep)
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
         unpadding = None if mask is None else Unpadding(mask)
+        self._check_ids(input_ids, labels, unpadding)
 
         x = tokens if unpadding is None else unpadding.take(tokens)
         x = self.embed_tokens(x) if inputs_embeds is None else x
@@ -305,6 +307,12 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                 f"attention_mask has shape {tuple(mask.shape)}; it must be ({batch}, {length}) for the new tokens"
                 + (f", or ({batch}, {seen + length}) for past and new" if seen else "")
             )
+        if mask is not None and _may_look(mask) and mask.dtype != torch.bool:
+            other = mask[:, -length:][(mask[:, -length:] != 0) & (mask[:, -length:] != 1)]
+            if len(other):
+                raise ValueError(
+                    f"attention_mask holds {other[0].item()}; give 1 for a token that counts and 0 for one that does not"
+                )
         if labels is not None and labels.shape != tokens.shape[:2]:
             raise ValueError(f"labels have shape {tuple(labels.shape)}; they must have that of the tokens, ({batch}, {length})")
         if labels is not None and logits_to_keep:
@@ -319,6 +327,21 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(
                     "cu_seqlens with positions 'window', where position and memory run through the whole window; leave "
                     "cu_seqlens out, or use positions 'document'"
+                )
+
+    def _check_ids(self, ids: Tensor | None, labels: Tensor | None, unpadding: Unpadding | None) -> None:
+        """Raise ValueError for ids or labels outside the vocabulary, masked ones aside, where the host can look without waiting."""
+        size = self.config.vocab_size
+        for name, given, rule in (("input_ids", ids, ""), ("labels", labels, f", or {IGNORED} for a token that is not scored")):
+            if given is None or not _may_look(given):
+                continue
+            values = given if unpadding is None else unpadding.take(given)
+            bad = (values < 0) | (values >= size)
+            bad = bad & (values != IGNORED) if name == "labels" else bad
+            if bad.any():
+                raise ValueError(
+                    f"{name} holds {values[bad][0].item()}, outside the model's vocabulary of {size}; give ids from 0 to {size - 1}"
+                    f"{rule} (of the tokenizer that the model was trained with)"
                 )
 
     def _run(
@@ -370,7 +393,17 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """`generate` starts with an empty ProteusCache, whatever arguments its release hands on here."""
+        """`generate` starts with a token in every row and an empty ProteusCache, whatever arguments its release hands on here.
+
+        Raises:
+            ValueError: for a prompt of masked tokens alone, or another kind of cache.
+        """
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not mask.bool().any(1).all():
+            raise ValueError(
+                "attention_mask is 0 in a whole row: a prompt with no tokens; give each at least one token to go on from (where no "
+                "mask was given, it leaves out every pad_token_id)"
+            )
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation is {generation_config.cache_implementation!r}; these models have one kind of cache: "
@@ -381,6 +414,11 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             given._is_user_defined = True  # it outlives the call
         elif generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = ProteusCache()
+
+
+def _may_look(x: Tensor) -> bool:
+    """Whether the host may read values of x: on a GPU it would wait for them, and a compiled graph would break."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _run_rows(

@@ -114,3 +114,9 @@ def test_maps_of_another_class_raise():
     model.model.layers[1].mlp.up_proj = Quantised(16, 24)
     with pytest.raises(ValueError, match=r"1.mlp.up_proj.weight of Quantised, which is not a plain nn.Linear"):
         gate_mlp(model, "*.mlp", 4, 100)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+def test_a_number_of_steps_that_opens_nothing_is_refused_by_its_own_name(steps):
+    with pytest.raises(ValueError, match=f"^steps is {steps}; it must be a whole number of optimiser steps"):
+        gate_mlp(llama(), "*.mlp", 4, steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from proteus_lm import ProteusConfig
+from proteus_lm import ProteusCache, ProteusConfig, ProteusForCausalLM
 from proteus_lm.mixers import TitansMixer
 from proteus_lm.sequence import TokenSequence
 from tests.mixers.models import CONTEXT, assert_near, make, options, tokens, train_finitely
@@ -190,6 +190,52 @@ def test_the_largest_step_falls_with_the_curvature_of_a_product_of_gains_that_le
     assert bound == pytest.approx(curvature(2) / curvature(depth))
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("dim", [4, 6])
+def test_a_tokens_step_falls_with_the_curvature_that_the_residual_norm_adds(depth, dim):
+    """Matrices that answer a unit key with the direction of v - k, of length sqrt(2); second derivatives by autograd."""
+    key = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    key = torch.nn.functional.normalize(key - key.mean(), dim=0)  # what a norm can answer with
+
+    def curvature(answer, wanted):
+        def loss(weights):
+            return 0.5 * (answer(key @ torch.linalg.multi_dot([*weights])) - wanted).square().sum()
+
+        start = torch.eye(dim, dtype=torch.float64).repeat(depth, 1, 1)
+        hessian = torch.autograd.functional.hessian(loss, start).view(start.numel(), start.numel())
+        return torch.linalg.eigvalsh(hessian).max().item()
+
+    plain = curvature(lambda z: z, key)
+    normed = curvature(lambda z: torch.nn.functional.layer_norm(z, (dim,), eps=0.0), 2**0.5 * key)
+    bounds = [
+        TitansMixer.step_bound(ProteusConfig(chunk_size=1, head_dim=dim, memory_depth=depth, memory_residual_norm=norm))
+        for norm in (False, True)
+    ]
+    assert bounds[1] / bounds[0] == pytest.approx(plain / normed)
+
+
+@pytest.mark.parametrize(("chunk", "part"), [(1, 1 / 8), (4, 1 / 2), (8, 1), (64, 1)])
+def test_a_chunk_moves_a_residual_memory_by_at_most_its_tokens_steps_and_the_plain_bound(chunk, part):
+    config = ProteusConfig(head_dim=32, chunk_size=chunk, memory_residual_norm=True, theta_scale=0.7)
+    assert TitansMixer.step_bound(config) == 0.7 * part
+    config = ProteusConfig(head_dim=32, chunk_size=chunk, theta_scale=0.7)
+    assert TitansMixer.step_bound(config) == 0.7
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_fresh_residual_memory_decodes_in_fp32_what_it_reads_in_parallel(depth, chunk):
+    """Rounding is all that differs, and stays so: in chunks of 1 with a bound of 1 it grew to 1e-4 (depth 2) and 7e-3 (4)."""
+    shape = {"hidden_size": 32, "num_heads": 2, "vocab_size": 31, "intermediate_size": 16}
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = ProteusForCausalLM(ProteusConfig(**shape, chunk_size=chunk, memory_depth=depth, memory_residual_norm=True)).eval()
+        ids, cache = torch.randint(0, 31, (1, 96)), ProteusCache()
+        with torch.no_grad():
+            steps = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(96)]
+            assert_near(torch.cat(steps, 1), model(ids).logits)
+
+
 @pytest.mark.parametrize(
     ("depth", "function"), [(1, "gelu_tanh"), (2, "gelu_tanh"), (4, "gelu_tanh"), (2, "swiglu"), (3, "swiglu"), (4, "swiglu")]
 )
@@ -212,6 +258,26 @@ def test_a_deep_memory_trains_in_bf16_for_five_hundred_steps_with_the_default_st
     scheduled = {"memory_blocks": 4, "memory_context": CONTEXT}
     fields = options("titans", memory_depth=depth, memory_activation=function, chunk_size=chunk, **scheduled)
     train_finitely(fields, steps=500, length=48)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_a_surprise_clip_keeps_a_deep_gated_memory_finite_where_training_makes_its_weights_large(blocks):
+    """Without it this went to NaN at step 25 (one block) and 41 (four): docs/titans-forms.md."""
+    memory = {"memory_depth": 4, "memory_expansion": 2, "memory_activation": "swiglu", "chunk_size": 16, "surprise_clip": 1.0}
+    shape = {"hidden_size": 32, "num_heads": 2, "vocab_size": 32, "memory_blocks": blocks, "memory_context": 64}
+    torch.manual_seed(0)
+    model = ProteusForCausalLM(ProteusConfig(**shape, **memory)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(500):
+        ids = torch.randint(0, 32, (2, 33)).repeat(1, 3)[:, :96]
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert loss.isfinite() and norm.isfinite(), f"step {step}: loss {loss}, gradient norm {norm}"
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

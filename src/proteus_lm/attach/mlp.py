@@ -36,8 +36,10 @@ def gate_mlp(model: nn.Module, patterns: str | Sequence[str], blocks: int, steps
 
     Raises:
         ValueError: when a pattern matches nothing, or something with parameters that is not an MLP's map into or out of its hidden
-            units; for fused or quantised maps; when there are more blocks than hidden units.
+            units; for fused or quantised maps; when there are more blocks than hidden units; for fewer steps than one.
     """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"steps is {steps!r}; it must be a whole number of optimiser steps, at least 1")
     schedule = ActivationSchedule(blocks, steps)
     known = _hidden_dimensions(model)
     masks: dict[nn.Parameter, Gate] = {}

@@ -156,19 +156,25 @@ class TitansMemory(Mixer):
 
     @staticmethod
     def step_bound(config: ProteusConfig) -> float:
-        """Largest theta * chunk / (1 - eta): theta_scale, less with more than two layers, so that 1 is as safe there.
+        """Largest theta * chunk / (1 - eta): theta_scale, less with more than two layers, so that 1 is as safe there for weights
+        about as large as they are drawn; less, too, in small chunks of a memory with a norm.
 
         A memory is near a product of its matrices' gains, each to a power m. Where all are 1, so that unit keys have unit answers,
         its loss curves by sum m^2, and gradient descent is stable up to 2 over the curvature (spec/deep.md 6). So the bound falls
         with that sum from two layers on. Plain: m = 1, sum L. A gated layer squares what comes in: m doubles with each gated
         layer above, and two matrices have it, sum 1 + 2 (1 + 4 + .. + 4^(L - 2)).
+
+        A norm answers with vectors of length sqrt(d), d being head_dim, whatever it is given. Where those point to v - k, of length
+        sqrt(2) for unlike unit vectors, the loss of a pair curves sqrt(2 d) times as much as without it: a token's own step must
+        fall by that. A chunk of sqrt(2 d) tokens or more may move as far as without a norm, for its keys differ.
         """
 
         def curvature(depth: int) -> int:
             return 1 + sum(arity * arity ** (2 * above) for above in range(depth - 1))
 
         arity = memory_function(config.memory_activation).arity
-        return config.theta_scale * min(1.0, curvature(2) / curvature(config.memory_depth))
+        bound = config.theta_scale * min(1.0, curvature(2) / curvature(config.memory_depth))
+        return bound * min(1.0, config.chunk_size / (2 * config.head_dim) ** 0.5) if config.memory_residual_norm else bound
 
     @staticmethod
     def _layer_sizes(config: ProteusConfig) -> list[tuple[int, int]]:
