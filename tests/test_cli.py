@@ -94,6 +94,11 @@ def test_the_installed_command_is_this_one():
         (["generate", "no-such-run", "--prompt", "a"], "no folder no-such-run"),
         (["generate", "no-such-run", "--prompt", ""], "gives no token; give at least one character"),
         (["generate", "no-such-run", "--prompt", "a", "--top-p", "2"], "top_p is 2.0; it must be"),
+        (["generate", "no-such-run", "--prompt", "a", "--temperature", "1e-300"], "temperature is 1e-300; it must be 0"),
+        (["generate", "no-such-run", "--prompt", "a", "--seed", f"{2**64}"], "seed is 18446744073709551616; it must be 0 to"),
+        (["report", "no-such-run", "--seed", f"{2**64}"], "seed is 18446744073709551616"),
+        (["inspect", "no-such-run", "--seed", "-1"], "seed is -1; it must be 0 to"),
+        (["synthesize", "mqar", "--out", "d", "--seed", f"{2**64}"], "seed is 18446744073709551616"),
         (["report"], "no run to report"),
         (["report", "a", "--context", "512"], "'512' is not a length"),
         (["report", "a", "--paper", "no-such.yaml"], "no file no-such.yaml"),
@@ -223,6 +228,25 @@ def test_a_context_longer_than_any_document_is_a_clear_error(work, capsys):
 def test_a_device_that_is_not_here_is_a_clear_error(work, capsys):
     assert main(["eval", f"{work}/e4", "--device", "warp"]) == 2
     assert "device 'warp' cannot be used here" in capsys.readouterr().err
+
+
+def test_a_device_that_holds_no_numbers_is_a_clear_error(work, capsys):
+    assert main(["generate", f"{work}/e4", "--prompt", "a", "--device", "meta"]) == 2
+    assert "device 'meta' cannot be used here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "inspect", "report"])
+def test_data_of_another_tokenizer_are_refused_before_any_work(work, capsys, monkeypatch, tmp_path, command):
+    shutil.copytree(f"{work}/e4", tmp_path / "run")
+    assert main(["synthesize", "mqar", "--out", f"{tmp_path}/other", "--rows", "40"]) == 0
+    recipe = tmp_path / "run" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(f"{work}/data", f"{tmp_path}/other"))
+    monkeypatch.setattr("proteus_lm.run.Run.load_model", lambda *a, **k: pytest.fail("it should not come to this"))
+    capsys.readouterr()
+    assert main([command, f"{tmp_path}/run", *(["--out", f"{tmp_path}/out"] if command != "eval" else [])]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {tmp_path}/other was made with the tokenizer" in error and "(hash " in error and ", not with " in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_generate_prints_text_and_repeats_itself_with_the_same_seed(work, capsys, monkeypatch):

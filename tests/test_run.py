@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from proteus_lm.data.files import file_sha256
 from proteus_lm.data.prepare import prepare
+from proteus_lm.data.synthesize import TaskSpec, synthesize
+from proteus_lm.data.tokenizer import load_tokenizer
 from proteus_lm.run import Run, checkpoint_path
 from proteus_lm.train.loop import train
 from proteus_lm.train.recipe import make_recipe
@@ -44,6 +48,14 @@ def finished(tmp_path_factory):
 def copy(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
+
+
+def record(folder):
+    """Make a checkpoint's record that of its files: what was changed is then no damage."""
+    trainer = json.loads((folder / "trainer.json").read_text())
+    trainer["files"] = {name: (folder / name).stat().st_size for name in trainer["files"]}
+    trainer["sha256"] = {name: file_sha256(folder / name) for name in trainer["files"]}
+    (folder / "trainer.json").write_text(json.dumps(trainer))
 
 
 def test_a_run_gives_recipe_steps_metrics_data_tokenizer_and_model(finished):
@@ -119,11 +131,9 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused(copy):
     path = checkpoint_path(copy, 4) / "model.safetensors"
     tensors = load_file(path)
     name = next(name for name in sorted(tensors) if tensors[name].dim() == 2)
-    size = path.stat().st_size
     tensors[name + "x"] = tensors.pop(name)  # another name, as another version of the model would have
     save_file(tensors, path, metadata={"format": "pt"})
-    trainer = checkpoint_path(copy, 4) / "trainer.json"
-    trainer.write_text(trainer.read_text().replace(f'"model.safetensors": {size}', f'"model.safetensors": {path.stat().st_size}'))
+    record(checkpoint_path(copy, 4))
     with pytest.raises(ValueError, match=r"are not those of its config\.json"):
         Run.open(copy).load_model(4)
 
@@ -131,6 +141,7 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused(copy):
 def test_a_checkpoint_of_another_configuration_is_one_line_that_names_weight_and_shapes(copy, capfd):
     path = checkpoint_path(copy, 4) / "config.json"
     path.write_text(path.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
+    record(checkpoint_path(copy, 4))
     with pytest.raises(
         ValueError, match=r"mismatched keys, such as \S+ \[[\d, ]+\] \[[\d, ]+\]\. Put the config.*there are 2, 4\)$"
     ):
@@ -138,11 +149,55 @@ def test_a_checkpoint_of_another_configuration_is_one_line_that_names_weight_and
     assert "MISMATCH" not in "".join(capfd.readouterr())
 
 
+def flip(path, place=-1):
+    """One bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x40
+    path.write_bytes(data)
+
+
+def test_one_flipped_bit_is_named_and_the_older_checkpoint_serves(copy, caplog):
+    flip(checkpoint_path(copy, 4) / "model.safetensors")
+    run = Run.open(copy)
+    assert run.checkpoint() == checkpoint_path(copy, 2)
+    assert "step-00000004 is damaged (model.safetensors is not what was written (its SHA-256 differs))" in caplog.text
+    says = r"model\.safetensors is not what was written .*; complete checkpoints: 2\. Use one of those, or copy this one again"
+    with pytest.raises(ValueError, match=says):
+        run.load_model(4)
+
+
+def test_an_edited_configuration_is_no_checkpoint_of_the_run(copy):
+    for step in (2, 4):
+        path = checkpoint_path(copy, step) / "config.json"
+        path.write_text(path.read_text().replace('"memory_blocks": 4', '"memory_blocks": 8'))
+    with pytest.raises(ValueError, match=r"config\.json is not what was written .*; complete checkpoints: none"):
+        Run.open(copy).load_model()
+
+
+def test_a_checkpoint_of_before_the_checksums_opens(copy):
+    trainer = checkpoint_path(copy, 4) / "trainer.json"
+    older = json.loads(trainer.read_text())
+    del older["sha256"]
+    trainer.write_text(json.dumps(older))
+    assert Run.open(copy).load_model(4).config.memory_blocks == 4
+
+
 def test_weights_overwritten_with_something_else_are_refused(copy):
     path = checkpoint_path(copy, 4) / "model.safetensors"
     path.write_bytes(b"\xff" * path.stat().st_size)
+    record(checkpoint_path(copy, 4))
     with pytest.raises(ValueError, match="cannot be loaded"):
         Run.open(copy).load_model()
+
+
+def test_data_of_another_tokenizer_are_refused_with_both_hashes(copy, tmp_path):
+    source = tmp_path / "task"
+    synthesize(TaskSpec("mqar", 16, 4, 16, 40, episodes=4), source, progress=False)
+    text = (copy / "recipe.yaml").read_text()
+    (copy / "recipe.yaml").write_text(text.replace(f"{Run.open(copy).recipe.data.path}\n", f"{source}\n"))
+    hashes = [load_tokenizer(name).hash[:12] for name in (source, "byte")]
+    with pytest.raises(ValueError, match=rf"was made with the tokenizer .*{hashes[0]}.*, not with .*{hashes[1]}"):
+        Run.open(copy).dataset("train")
 
 
 def test_data_that_have_gone_are_named(copy):

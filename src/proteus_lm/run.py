@@ -6,7 +6,7 @@ RUN/parameters.json             which parameters decay, and why the others do no
 RUN/metrics.jsonl               one line a step
 RUN/tensorboard/                the same as scalars
 RUN/checkpoints/step-00000350/  a Hugging Face model folder (config.json, model.safetensors, tokenizer files), plus
-                                optimizer.safetensors (moments, random states) and trainer.json (step, file sizes)
+                                optimizer.safetensors (moments, random states) and trainer.json (step, size and SHA-256 of files)
 RUN/nonfinite/                  batches that gave a loss or gradient that is not finite
 """
 
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from proteus_lm.data import record
 from proteus_lm.train.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Run:
     def checkpoint(self, step: int | None = None) -> Path:
         """The folder of a complete checkpoint: that of `step`, or the newest. A damaged newer one is left out with a warning.
 
+        Reads every file of it once, to compare it with its SHA-256.
+
         Raises:
             FileNotFoundError: when the run has no checkpoint, or none of that step.
             ValueError: when the checkpoint asked for, or every one, is damaged.
@@ -80,14 +83,17 @@ class Run:
             raise FileNotFoundError(f"{self.path} has no checkpoint of step {step}; it has {', '.join(map(str, known))}")
         wanted = [step] if step is not None else known[::-1]
         for candidate in wanted:
-            complaint = damage(checkpoint_path(self.path, candidate))
+            complaint = damage(checkpoint_path(self.path, candidate), contents=True)
             if complaint is None:
                 return checkpoint_path(self.path, candidate)
             if step is None and len(wanted) > 1:
                 self._warn(f"checkpoint {checkpoint_path(self.path, candidate)} is damaged ({complaint}); an older one is used")
         folder = checkpoint_path(self.path, wanted[0])
-        others = ", ".join(map(str, self.steps)) or "none"
-        raise ValueError(f"checkpoint {folder} is damaged: {damage(folder)}; complete checkpoints: {others}")
+        whole = [str(step) for step in known if damage(checkpoint_path(self.path, step), contents=True) is None]
+        raise ValueError(
+            f"checkpoint {folder} is damaged: {damage(folder, contents=True)}; complete checkpoints: {', '.join(whole) or 'none'}. "
+            "Use one of those, or copy this one again"
+        )
 
     def _warn(self, text: str) -> None:
         """Say something once for this object."""
@@ -139,13 +145,21 @@ class Run:
         return read_metrics(self.path / METRICS)
 
     def dataset(self, split: str) -> TokenDataset:
-        """The prepared data the run was trained on: split "train" or "validation". Raises FileNotFoundError when it has gone."""
+        """The prepared data the run was trained on: split "train" or "validation".
+
+        Raises:
+            FileNotFoundError: when it has gone.
+            ValueError: when there are data of another tokenizer at its place, as `TokenDataset.check_tokenizer`.
+        """
         from proteus_lm.data.dataset import TokenDataset
 
         path = Path(self.recipe.data.path)
         if not path.is_dir():
             raise FileNotFoundError(f"the data of {self.path} is not at {path} any more; prepare it there again")
-        return TokenDataset(path, split)
+        dataset = TokenDataset(path, split)
+        if self.steps:
+            dataset.check_tokenizer(self.tokenizer)
+        return dataset
 
 
 @contextlib.contextmanager
@@ -179,21 +193,9 @@ def checkpoint_steps(run: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder (a file missing or of another size than was written), or None when it is whole."""
-    try:
-        files = json.loads((folder / TRAINER).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError:
-        return f"{TRAINER} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{TRAINER} is not readable ({error})"
-    for name, size in files.items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        found = (folder / name).stat().st_size
-        if found != size:
-            return f"{name} has {found} bytes of {size}"
-    return None
+def damage(folder: Path, *, contents: bool = False) -> str | None:
+    """What is wrong with a checkpoint folder, or None when it is whole; `contents` as `proteus_lm.data.record.damage`."""
+    return record.damage(folder, TRAINER, contents=contents)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -57,6 +57,17 @@ def test_places_outside_the_stream_are_an_error(folder):
             data.read(start, stop)
 
 
+def test_an_id_outside_the_vocabulary_names_its_shard(folder):
+    shard = folder / "train" / "shard-00001.bin"
+    data = bytearray(shard.read_bytes())
+    data[6:8] = (300).to_bytes(2, "little")
+    shard.write_bytes(data)
+    read = TokenDataset(folder)
+    with pytest.raises(ValueError, match=r"train/shard-00001\.bin is damaged: it holds the id 300, .* 257 tokens"):
+        read.read(0, read.tokens)
+    assert read.document(0).tolist() == [*TEXTS[0].encode(), 256]
+
+
 def test_document_starts_are_where_documents_start(folder):
     data = TokenDataset(folder)
     starts = data.document_starts

@@ -96,6 +96,16 @@ def test_bytes_that_are_not_utf8_name_file_and_offset_or_are_replaced(tmp_path, 
         assert texts(path, errors=errors) == [expected]
 
 
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_byte_order_mark_is_no_text_of_json_lines(tmp_path, suffix):
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(PACKED[suffix](b"\xef\xbb\xbf" + ROWS))
+    assert texts(path) == TEXTS
+    path.write_bytes(PACKED[suffix](b'\xef\xbb\xbf{"text": "\xff"}\n'))
+    with pytest.raises(ValueError, match="line 1: byte 0xff at offset 13"):
+        texts(path)
+
+
 def test_bytes_that_are_not_utf8_in_json_lines_name_the_line_and_offset(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
@@ -139,9 +149,11 @@ def test_a_row_that_has_no_text_names_its_line_and_fields(tmp_path, row, message
 def test_parquet_without_the_column_names_those_it_has(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"id": [1], "body": [None]}), path)
-    with pytest.raises(ValueError, match=r"rows\.parquet: it has no column 'text'; columns: \['id', 'body'\]"):
+    with pytest.raises(
+        ValueError, match=r"rows\.parquet: it has no column 'text'; columns: \['id', 'body'\]; choose one with --field"
+    ):
         texts(path)
-    with pytest.raises(ValueError, match=r"rows\.parquet row 1: the field 'id' holds int"):
+    with pytest.raises(ValueError, match=r"^\S+rows\.parquet row 1: the field 'id' holds int, not text; fields seen: id$"):
         texts(path, field="id")
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"rows\.parquet"):

@@ -366,6 +366,25 @@ def test_a_run_of_the_trainer_opens(tmp_path):
     assert LanguageModel.open(tmp_path).name.endswith("(step-00000007)")
 
 
+def test_a_checkpoint_whose_files_changed_is_refused(tmp_path):
+    from proteus_lm.data.files import file_sha256
+    from proteus_lm.run import checkpoint_path
+
+    folder = checkpoint_path(tmp_path, 7)
+    save(folder, model("retnet"))
+    (tmp_path / "recipe.yaml").write_text("")
+    files = {name: folder / name for name in ("config.json", "model.safetensors")}
+    record = {"files": {n: p.stat().st_size for n, p in files.items()}, "sha256": {n: file_sha256(p) for n, p in files.items()}}
+    (folder / "trainer.json").write_text(json.dumps(record))
+    assert LanguageModel.open(folder).max_length == LanguageModel.open(tmp_path).max_length
+    files["config.json"].write_text(files["config.json"].read_text().replace("retnet", "swlast"))
+    for place in (folder, tmp_path):
+        with pytest.raises(
+            ValueError, match=r"config\.json is not what was written .*use another step of its run, or copy this one again"
+        ):
+            LanguageModel.open(place)
+
+
 def test_dtype_is_that_of_the_weights(tmp_path):
     save(tmp_path, model("retnet"))
     lm = LanguageModel.open(tmp_path, dtype=torch.bfloat16)

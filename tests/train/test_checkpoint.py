@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +26,7 @@ from proteus_lm.train.checkpoint import (
 )
 from proteus_lm.train.optimizer import decay_groups, make_adamw
 from proteus_lm.train.recipe import TrainRecipe
+from tests.train.disk import small_disk
 
 
 class Small(nn.Module):
@@ -120,19 +119,6 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it_and_no_rest(tmp_path
     assert save(tmp_path, 2, keep=1).exists()
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str):
-    """A disk of its own that is really full at some point; skips where this user may not mount one."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_disk_that_is_really_full_keeps_the_checkpoint_before(tmp_path):
     disk = tmp_path / "disk"
     with small_disk(disk, "3m"):
@@ -163,6 +149,21 @@ def test_a_missing_and_a_truncated_file_are_seen_and_the_older_checkpoint_is_tak
     folder, complaints = newest_complete(tmp_path)
     assert folder == checkpoint_path(tmp_path, 1)
     assert "optimizer.safetensors is missing" in complaints[0] and "model.safetensors has" in complaints[1]
+
+
+def test_a_file_whose_content_changed_is_seen_and_its_checkpoint_never_outlives_a_good_one(tmp_path):
+    for step in (1, 3):
+        save(tmp_path, step, keep=None)
+    moments = checkpoint_path(tmp_path, 3) / "optimizer.safetensors"
+    data = bytearray(moments.read_bytes())
+    data[-1] ^= 1
+    moments.write_bytes(data)
+    folder, (complaint,) = newest_complete(tmp_path)
+    assert folder == checkpoint_path(tmp_path, 1) and complaint.endswith(
+        "optimizer.safetensors is not what was written (its SHA-256 differs)"
+    )
+    save(tmp_path, 2, keep=1)  # the run goes on from 1
+    assert newest_complete(tmp_path)[0] == checkpoint_path(tmp_path, 2)
 
 
 def test_what_a_kill_left_half_written_is_no_checkpoint_and_goes(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,11 +15,14 @@ from proteus_lm.evals.perplexity import evaluate
 from proteus_lm.mixers import registry
 from proteus_lm.model import ProteusForCausalLM
 from proteus_lm.run import Run, checkpoint_path
+from proteus_lm.train.checkpoint import CheckpointError
 from proteus_lm.train.loop import train
+from proteus_lm.train.metrics import Metrics
 from proteus_lm.train.recipe import RecipeError, load_recipe
 from proteus_lm.train.signals import TrainingInterrupted
 from proteus_lm.train.step import NonFiniteError
 from proteus_lm.train.trainer import Trainer
+from tests.train.disk import fill, small_disk
 from tests.train.processes import Training
 
 TIMES = {"tokens_per_second"}
@@ -121,7 +125,7 @@ def test_a_run_killed_by_sigkill_and_resumed_gives_the_same_losses(recipe, tmp_p
     options = {"steps": 5000, "save_every": 5, "threads": 1, "deterministic": True}
     child = Training(recipe(**options), tmp_path / "parts")
     child.wait_for_step(7)
-    with pytest.raises(RuntimeError, match="another process is training"):
+    with pytest.raises(BlockingIOError, match="another process is training"):
         train(recipe(**options), tmp_path / "parts")
     child.process.kill()
     assert child.end() == -signal.SIGKILL
@@ -279,6 +283,53 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(recipe, tmp_pat
     run = train(recipe(save_every=2, keep=3), tmp_path / "run")
     assert "damaged" in capsys.readouterr().out
     assert learnt(run) == records and run.steps == [2, 4, 6]
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_checkpoint_whose_configuration_is_not_the_recipes_is_refused(recipe, tmp_path, checksums):
+    train(recipe(memory_blocks=4, mixer="comba"), tmp_path / "run", stop_at=2)
+    folder = checkpoint_path(tmp_path / "run", 2)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"memory_blocks": 4', '"memory_blocks": 8'))
+    says = r"config\.json is not what was written.*copy one again, or ask for a restart"
+    if not checksums:  # a checkpoint of before them
+        trainer = json.loads((folder / "trainer.json").read_text())
+        del trainer["sha256"]
+        (folder / "trainer.json").write_text(json.dumps(trainer))
+        says = r"model\.memory_blocks: 8 in the run, 4 in the recipe\. .*its model is that of .*config\.json"
+    with pytest.raises(ValueError, match=says):
+        train(recipe(memory_blocks=4, mixer="comba"), tmp_path / "run")
+
+
+def test_a_disk_that_fills_during_a_run_is_one_error_and_the_same_command_continues(recipe, tmp_path, monkeypatch, capfd):
+    whole = train(recipe(steps=8, save_every=2, keep=1), tmp_path / "whole")
+    write = Metrics.write
+
+    def full(self, record):
+        if record["step"] == 5:
+            fill(tmp_path / "disk" / "ballast")
+        write(self, record)
+
+    with small_disk(tmp_path / "disk", "12m"):
+        options = recipe(steps=8, save_every=2, keep=1, tensorboard=True)
+        monkeypatch.setattr(Metrics, "write", full)
+        with pytest.raises(CheckpointError, match=r"disk/run.* (free some|make) space and run the same command again to continue"):
+            train(options, tmp_path / "disk" / "run")
+        assert capfd.readouterr().err == ""
+        monkeypatch.setattr(Metrics, "write", write)
+        (tmp_path / "disk" / "ballast").unlink()
+        assert Run.open(tmp_path / "disk" / "run").steps == [4]
+        assert learnt(train(options, tmp_path / "disk" / "run")) == learnt(whole)
+
+
+def test_a_full_disk_is_said_with_the_run_and_what_is_lost_whatever_was_being_written(recipe, tmp_path, monkeypatch):
+    def full(self):
+        if self._path.read_text().count("\n") > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Metrics, "sync", full)
+    with pytest.raises(CheckpointError, match=r"disk of \S+/run is full .*; nothing is lost but what came after step 4: free some"):
+        train(recipe(save_every=2), tmp_path / "run")
 
 
 def test_bf16_trains_with_fp32_weights(recipe, tmp_path):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
+import threading
 
 import pytest
 from rich.console import Console
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from proteus_lm.run import read_metrics
-from proteus_lm.train.metrics import Metrics, Screen, perplexity
+from proteus_lm.train.metrics import Metrics, Screen, perplexity, said_once
 
 
 def record(step, **more):
@@ -100,6 +102,21 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     metrics._file = FullFile()
     with pytest.raises(OSError, match=r"could not write .*metrics\.jsonl .*No space left.*make space"):
         metrics.write(record(1))
+
+
+def test_a_write_that_fails_in_tensorboards_thread_is_raised_and_not_printed(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", lambda failure: shown.append(failure.exc_type))
+    with said_once():
+        metrics = Metrics(tmp_path, 0, tensorboard=True)
+        monkeypatch.setattr(RecordWriter, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            metrics.write(record(1))
+            metrics.close()
+        other = threading.Thread(target=lambda: 1 / 0)
+        other.start()
+        other.join()
+    assert shown == [ZeroDivisionError]
 
 
 def test_wandb_gets_every_number_and_is_named_when_missing(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -34,6 +35,35 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(recipe, tmp_path):
     with pytest.raises(RecipeError, match=r"model\.vocab_size is 256.*has 257 tokens"):
         train(recipe(vocab_size=256), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_another_end_token_than_that_of_the_data_is_an_error_with_both(recipe, tmp_path):
+    with pytest.raises(RecipeError, match=r"model\.eos_token_id is 5, but documents of \S+ end with token 256"):
+        train(recipe(eos_token_id=5), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert train(recipe(eos_token_id=256, steps=1), tmp_path / "run").load_model().config.eos_token_id == 256
+
+
+def test_a_seed_that_no_generator_takes_is_an_error(recipe):
+    with pytest.raises(RecipeError, match=r"train\.seed is 18446744073709551616; it must be 0 to 2\*\*64 - 1"):
+        recipe(seed=2**64)
+
+
+def test_wandb_that_is_not_installed_is_said_before_anything_is_written(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"proteus-lm\[wandb\]"):
+        train(recipe(wandb="memory"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ids_outside_the_vocabulary_name_the_shard_and_the_remedy(recipe, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    shard = next((tmp_path / "data/train").glob("*.bin"))
+    shard.write_bytes(b"\xff" * shard.stat().st_size)
+    with pytest.raises(
+        ValueError, match=rf"{shard.name} is damaged: it holds the id 65535, .* 257 tokens\. .*prepare with overwrite"
+    ):
+        train(recipe(path=str(tmp_path / "data")), tmp_path / "run")
 
 
 def test_a_wider_vocabulary_is_kept(recipe, tmp_path):

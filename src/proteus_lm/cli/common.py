@@ -73,13 +73,20 @@ def choose_device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()  # the device "meta" makes tensors, but holds no numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).splitlines()[0]
         raise ValueError(
             f"device {name!r} cannot be used here ({first}); give auto, cpu, or a device of `proteus doctor`"
         ) from error
     return name
+
+
+def check_seed(seed: int) -> int:
+    """A seed that every random generator takes. Raises ValueError for another."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; it must be 0 to 2**63 - 1")
+    return seed
 
 
 def window_length(name: str, training: int) -> int | None:

@@ -127,9 +127,9 @@ def evaluate(
     opened = OpenRun.open(run)
     training = opened.recipe.data.context
     windows = {name: window_length(name, training) for name in split_commas(context)}
+    dataset = opened.dataset(split)
     model = opened.load_model(step, device=choose_device(device))
     spread(model, memory_policy, memory_context)
-    dataset = opened.dataset(split)
     results = {}
     for name, length in windows.items():
         results[name] = evaluate_model(

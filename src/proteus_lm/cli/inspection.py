@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from proteus_lm.cli.common import Device, Run, app, choose_device, command_line, no_bars, print_json
+from proteus_lm.cli.common import Device, Run, app, check_seed, choose_device, command_line, no_bars, print_json
 
 
 @app.command(name="inspect")
@@ -50,6 +50,6 @@ def examine(
     from proteus_lm.report.inspect import Look, inspect_run
 
     no_bars()
-    look = Look(step, split, length, windows, pairs, looks, seed, rows, task_length, choose_device(device))
+    look = Look(step, split, length, windows, pairs, looks, check_seed(seed), rows, task_length, choose_device(device))
     found = inspect_run(run, out or run / "inspect", look, made_by=command_line())
     print_json(found.raw) if json else print(found.text)

@@ -12,6 +12,7 @@ from proteus_lm.cli.common import (
     Lengths,
     Positional,
     app,
+    check_seed,
     choose_device,
     command_line,
     multiple,
@@ -81,7 +82,7 @@ def report(
         bins=bins,
         batch_size=batch_size,
         sample_tokens=sample_tokens,
-        seed=seed,
+        seed=check_seed(seed),
         device=choose_device(device),
     )
     print(build_report(runs, out, options, made_by=command_line(), progress=progress_line("")).text)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from proteus_lm.cli.common import Positional, app
+from proteus_lm.cli.common import Positional, app, check_seed
 
 
 @app.command
@@ -48,7 +48,7 @@ def synthesize(
     usual = {"mqar": (16, 4, 16, 4000, 8), "stream": (511, 16, 64, 4000, 1)}[task]
     given = (length, pairs, vocab, rows, episodes)
     sizes = [value if value is not None else default for value, default in zip(given, usual)]
-    spec = TaskSpec(task, *sizes[:4], seed=seed, episodes=sizes[4])
+    spec = TaskSpec(task, *sizes[:4], seed=check_seed(seed), episodes=sizes[4])
     manifest = make(spec, out, overwrite=overwrite)
     for name, split in manifest.splits.items():
         print(f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens")

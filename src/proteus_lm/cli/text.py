@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
-from proteus_lm.cli.common import Device, Run, app, choose_device, no_bars
+from proteus_lm.cli.common import Device, Run, app, check_seed, choose_device, no_bars
 from proteus_lm.cli.memory import MemoryContext, MemoryPolicy, spread
 
 
@@ -47,7 +48,10 @@ def generate(
     from proteus_lm.generate import generate as generate_text
     from proteus_lm.run import Run as OpenRun
 
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, num_beams)
+    # fp32 logits go up to some 1e4: divided by less than this they would overflow.
+    if not (temperature == 0 or 1e-30 <= temperature < math.inf):
+        raise ValueError(f"temperature is {temperature}; it must be 0 (the likeliest token), or a number from 1e-30 on")
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, check_seed(seed), num_beams)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise ValueError("the prompt is empty and gives no token; give at least one character to go on from")

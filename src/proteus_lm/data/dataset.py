@@ -86,6 +86,7 @@ class TokenDataset:
 
         Raises:
             IndexError: for places outside the stream.
+            ValueError: for an id that the tokenizer does not have: the shard is damaged.
         """
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.tokens}: 0 <= start <= stop <= {self.tokens} is needed")
@@ -93,9 +94,19 @@ class TokenDataset:
         place = start
         while place < stop:
             first, end = int(self._firsts[shard]), min(stop, int(self._firsts[shard + 1]))
-            ids[place - start : end - start] = self._map(shard)[place - first : end - first]
+            part = ids[place - start : end - start]
+            part[:] = self._map(shard)[place - first : end - first]
+            self._check_ids(part, self._shards[shard].name)
             place, shard = end, shard + 1
         return ids
+
+    def _check_ids(self, ids: np.ndarray, shard: str) -> None:
+        vocabulary = self.manifest.tokenizer["vocab_size"]
+        if ids.max() >= vocabulary:
+            raise ValueError(
+                f"{self.path / self.split / shard}.bin is damaged: it holds the id {ids.max()}, and its tokenizer has {vocabulary} "
+                "tokens. Copy it again or prepare with overwrite"
+            )
 
     def _map(self, shard: int) -> np.ndarray:
         if shard not in self._maps:
@@ -126,7 +137,7 @@ class TokenDataset:
             raise ValueError(
                 f"{self.path} was made with the tokenizer {made_with['name']} (hash {made_with['hash'][:12]}, "
                 f"{made_with['vocab_size']} tokens), not with {tokenizer.name} (hash {tokenizer.hash[:12]}, "
-                f"{tokenizer.vocab_size} tokens); use {self.path}/tokenizer.json, or prepare the data again"
+                f"{tokenizer.vocab_size} tokens); use {self.path}/tokenizer.json, or prepare the data again with that one"
             )
 
     def verify(self) -> None:

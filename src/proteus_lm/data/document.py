@@ -56,7 +56,7 @@ def text_field(row: Any, field: str, where: str, errors: str) -> str:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: a row must be an object with the field {field!r}, found {type(row).__name__}")
     if field not in row:
-        raise ValueError(f"{where}: no field {field!r}; fields seen: {', '.join(map(str, row)) or 'none'}; choose with field")
+        raise ValueError(f"{where}: no field {field!r}; fields seen: {', '.join(map(str, row)) or 'none'}; choose one with --field")
     text = row[field]
     if not isinstance(text, str):
         raise ValueError(f"{where}: the field {field!r} holds {type(text).__name__}, not text; fields seen: {', '.join(row)}")

@@ -31,10 +31,14 @@ def writing(path: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         free = shutil.disk_usage(folder).free
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space or choose another disk" if full else "check the disk and the rights"
+        remedy = "free some space or choose another disk" if is_full(error) else "check the disk and the rights"
         message = f"could not write {path}: {error.strerror or error}; {needed} bytes needed, {free} bytes free; {remedy}"
         raise WriteError(error.errno or errno.EIO, message) from error
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the system refused a write for want of space on a disk, or in a quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_folder(path: Path) -> None:

@@ -24,6 +24,7 @@ _JSONL = {".jsonl", ".ndjson"}
 _PROSE = {".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".adoc"}
 _CODE = {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts", ".sh"}
 _IN_FOLDERS = _JSONL | _PROSE | _CODE | {".parquet"}
+_MARK = b"\xef\xbb\xbf"  # a byte order mark is no text
 _ALL = "text, .jsonl (plain, .gz, .xz, .zst) or .parquet"
 _DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 
@@ -140,8 +141,8 @@ class Files:
 
     def _text(self, file: Path, stream: IO[bytes]) -> Iterator[Document]:
         data = stream.read()
-        mark = data.startswith(b"\xef\xbb\xbf")  # a byte order mark is no text
-        text = decode(data[3:] if mark else data, self._errors, str(file), 3 if mark else 0)
+        mark = len(_MARK) if data.startswith(_MARK) else 0
+        text = decode(data[mark:], self._errors, str(file), mark)
         if self._separator is None:
             yield Document(text, str(file))
             return
@@ -151,26 +152,31 @@ class Files:
     def _lines(self, file: Path, stream: IO[bytes]) -> Iterator[Document]:
         offset = 0
         for number, line in enumerate(stream, 1):
-            if line.strip():
+            mark = len(_MARK) if number == 1 and line.startswith(_MARK) else 0
+            if line[mark:].strip():
                 where = f"{file} line {number}"
-                text = decode(line, self._errors, where, offset)
+                text = decode(line[mark:], self._errors, where, offset + mark)
                 yield Document(text_field(_json_row(text, where), self._field, where, self._errors), where)
             offset += len(line)
 
     def _parquet(self, file: Path) -> Iterator[Document]:
+        for where, value in self._values(file):
+            yield Document(text_field({self._field: value}, self._field, where, self._errors), where)
+
+    def _values(self, file: Path) -> Iterator[tuple[str, Any]]:
+        """The field of each row of a Parquet file, and where it stands."""
         import pyarrow
         import pyarrow.parquet
 
         try:
             table, start = pyarrow.parquet.ParquetFile(file), self.consumed
             if self._field not in table.schema_arrow.names:
-                raise ValueError(f"it has no column {self._field!r}; columns: {table.schema_arrow.names}; choose with field")
+                raise ValueError(f"it has no column {self._field!r}; columns: {table.schema_arrow.names}; choose one with --field")
             row, total = 0, max(1, table.metadata.num_rows)
             for batch in table.iter_batches(batch_size=256, columns=[self._field]):
                 for value in batch.column(0):
                     row += 1
-                    where = f"{file} row {row}"
-                    yield Document(text_field({self._field: value.as_py()}, self._field, where, self._errors), where)
+                    yield f"{file} row {row}", value.as_py()
                 self.consumed = start + file.stat().st_size * row // total
         except (pyarrow.ArrowException, ValueError, OSError) as error:
             raise ValueError(f"{file}: {error}") from error

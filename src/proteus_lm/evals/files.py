@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8; one named .gz is unpacked.
+    """The text of a file in UTF-8, without a byte order mark; one named .gz is unpacked.
 
     Raises:
         ValueError: naming the file, for what is damaged or no UTF-8.
@@ -17,7 +17,7 @@ def read_text(path: Path) -> str:
     """
     data = path.read_bytes()
     try:
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text ({error}); convert it, or give it again") from error
 

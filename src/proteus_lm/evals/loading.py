@@ -9,9 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from proteus_lm.config import ProteusConfig
+from proteus_lm.data.record import damage
 from proteus_lm.evals.hub import MissingData, require_hub
 
-CONFIG, CHECKPOINTS = "config.json", "checkpoints"
+CONFIG, CHECKPOINTS, TRAINER = "config.json", "checkpoints", "trainer.json"
 
 
 def load(source: str | Path, step: int | None, dtype: torch.dtype | None) -> tuple[Any, Any, str]:
@@ -22,6 +23,9 @@ def load(source: str | Path, step: int | None, dtype: torch.dtype | None) -> tup
             raise ValueError(f"step {step} of {source}, which is no run folder here; leave the step out")
         return *_from_hub(str(source), dtype), str(source)
     checkpoint = _checkpoint(folder, step)
+    wrong = damage(checkpoint, TRAINER, contents=True) if (checkpoint / TRAINER).is_file() else None
+    if wrong is not None:
+        raise ValueError(f"checkpoint {checkpoint} is damaged: {wrong}; use another step of its run, or copy this one again")
     try:
         return *_pretrained(checkpoint, dtype, local_files_only=True), _name(folder, checkpoint)
     except (OSError, RuntimeError, ValueError, KeyError) as error:

@@ -77,14 +77,15 @@ def inspect_run(path: Path, out: Path, look: Look, *, made_by: str = "") -> Insp
     """Look into a run's memory and write OUT/inspect.md, .html, .json and the pictures, each whole or not at all.
 
     Raises:
-        FileNotFoundError: for a run that is not there. ValueError: for a length no document holds. ImportError: without matplotlib.
+        FileNotFoundError: for a run that is not there. ValueError: for a length no document holds, or data of another tokenizer.
+        ImportError: without matplotlib.
     """
     run = Run.open(path)
     check_drawing()
-    checkpoint = run.checkpoint(look.step)
+    checkpoint, dataset = run.checkpoint(look.step), run.dataset(look.split)
     make_folder(out)
     model: Any = run.load_model(look.step, device=look.device)
-    dataset, schedule = run.dataset(look.split), model.config.schedule
+    schedule = model.config.schedule
     length = look.length or min(2 * run.recipe.data.context, dataset.longest_document - 2)
     points = _spaced(look_points([schedule], length))
     profile = profile_memory(model, dataset, schedule, points, windows=look.windows) if points else None

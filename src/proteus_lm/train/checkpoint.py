@@ -22,6 +22,8 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from proteus_lm.data.files import is_full
+from proteus_lm.data.record import record_of
 from proteus_lm.optim import GatedAdamW
 from proteus_lm.run import CHECKPOINTS, MODEL, OPTIMIZER, TRAINER, checkpoint_path, checkpoint_steps, damage
 from proteus_lm.train.optimizer import Groups, load_moments, moments
@@ -77,7 +79,7 @@ def save_checkpoint(
         shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointError(_failure(final, error)) from error
     if keep is not None:
-        _remove_older(run, keep)
+        _remove_older(run, keep, progress.step)
     return final
 
 
@@ -105,11 +107,11 @@ def about_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run (None when there is none), and what is wrong with each newer one."""
+    """The newest whole checkpoint of a run (None when there is none), its contents checked; what is wrong with each newer one."""
     complaints = []
     for step in checkpoint_steps(run)[::-1]:
         folder = checkpoint_path(run, step)
-        wrong = damage(folder)
+        wrong = damage(folder, contents=True)
         if wrong is None:
             return folder, complaints
         complaints.append(f"{folder}: {wrong}")
@@ -140,6 +142,25 @@ def check_space(run: Path, model: nn.Module, checkpoints: int, optimizer: torch.
         )
 
 
+@contextlib.contextmanager
+def full_disk(run: Path) -> Iterator[None]:
+    """Say what a disk that fills during a run loses, whatever was being written.
+
+    Raises:
+        CheckpointError: for an OSError of that kind inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        steps = checkpoint_steps(run)
+        kept = f"nothing is lost but what came after step {steps[-1]}" if steps else "no checkpoint of it was written yet"
+        raise CheckpointError(
+            f"the disk of {run} is full ({error}); {kept}: free some space and run the same command again to continue"
+        ) from error
+
+
 def _write(
     folder: Path,
     progress: Progress,
@@ -155,15 +176,13 @@ def _write(
     rng, numbers = _random_states()
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in moments(optimizer, groups).items()}
     save_file(state | rng, folder / OPTIMIZER)
-    files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     trainer = {
         "step": progress.step,
         "tokens": progress.tokens,
         "skipped": progress.skipped,
         "random": numbers,
         "about": about,
-        "files": files,
-    }
+    } | record_of(folder)
     (folder / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
 
 
@@ -201,9 +220,9 @@ def _restore_random(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None
     random.setstate((version, tuple(words), second))
 
 
-def _remove_older(run: Path, keep: int) -> None:
-    """Rename first: a folder half removed must not look like a checkpoint."""
-    whole = [step for step in checkpoint_steps(run) if damage(checkpoint_path(run, step)) is None]
+def _remove_older(run: Path, keep: int, newest: int) -> None:
+    """Rename first: a folder half removed must not look like a checkpoint. What is past `newest` was left out as damaged."""
+    whole = [step for step in checkpoint_steps(run) if step <= newest and damage(checkpoint_path(run, step)) is None]
     for step in whole[:-keep]:
         folder = checkpoint_path(run, step)
         shutil.rmtree(folder.rename(folder.with_name(f"{_HIDDEN[1]}{folder.name}")))

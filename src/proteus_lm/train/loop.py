@@ -19,9 +19,9 @@ from proteus_lm.data.loader import Loader
 from proteus_lm.model import ProteusForCausalLM
 from proteus_lm.run import PARAMETERS, RECIPE, SESSIONS, Run
 from proteus_lm.train import setup
-from proteus_lm.train.checkpoint import check_space, load_checkpoint, newest_complete
+from proteus_lm.train.checkpoint import check_space, full_disk, load_checkpoint, newest_complete
 from proteus_lm.train.graph import GraphedPiece
-from proteus_lm.train.metrics import Metrics, Screen
+from proteus_lm.train.metrics import Metrics, Screen, require_wandb, said_once
 from proteus_lm.train.optimizer import decay_groups, make_optimizer
 from proteus_lm.train.ranks import Ranks
 from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe
@@ -45,15 +45,18 @@ def train(recipe: Recipe, out: str | Path, *, resume: str = "auto", stop_at: int
     Raises:
         RecipeError, FileExistsError, CheckpointError, ValueError: before the first step, for anything that cannot work.
         NonFiniteError: when a loss or gradient is not finite (unless the recipe skips those); the weights before it are saved.
-        CheckpointError: when a checkpoint cannot be written; those before it are whole.
+        CheckpointError: when a checkpoint cannot be written, or the disk is full; the checkpoints before are whole.
         TrainingInterrupted: (a SystemExit) after SIGTERM or SIGINT, with the step finished and saved.
     """
     if stop_at is not None and stop_at < 1:
         raise ValueError(f"stop_at is {stop_at}; it must be at least 1, or left out to train to the recipe's end")
     device = setup.choose_device(recipe.train)
     setup.check_graph(recipe, device)
-    with setup.ambient(recipe.train, device), contextlib.ExitStack() as stack:
-        trainer = _prepare(recipe, Path(out), resume, device, stack)
+    if recipe.train.wandb is not None:
+        require_wandb()
+    out = Path(out)
+    with setup.ambient(recipe.train, device), full_disk(out), said_once(), contextlib.ExitStack() as stack:
+        trainer = _prepare(recipe, out, resume, device, stack)
         trainer.go(stop_at)
     return Run.open(out)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +69,35 @@ class Metrics:
             self._wandb.finish()
 
 
-def _open_wandb(run: Path, project: str) -> Any:
+@contextlib.contextmanager
+def said_once() -> Iterator[None]:
+    """Without the traceback that TensorBoard's thread prints of a write that failed: `Metrics` raises the same error."""
+    shown = threading.excepthook
+
+    def hook(failure: threading.ExceptHookArgs) -> None:
+        if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard.")):
+            shown(failure)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = shown
+
+
+def require_wandb() -> Any:
+    """The package Weights & Biases. Raises ValueError when it is not installed."""
     try:
         import wandb
     except ImportError as error:
         raise ValueError(
             "train.wandb is set and the package wandb is not installed; pip install 'proteus-lm[wandb]', or set train.wandb to null"
         ) from error
-    return wandb.init(project=project, name=run.name, id=run.name, dir=str(run), resume="allow")
+    return wandb
+
+
+def _open_wandb(run: Path, project: str) -> Any:
+    return require_wandb().init(project=project, name=run.name, id=run.name, dir=str(run), resume="allow")
 
 
 class Screen:

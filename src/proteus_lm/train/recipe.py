@@ -115,8 +115,9 @@ class TrainRecipe:
         for name in ("micro_batch_size", "threads", "validate_every", "save_every"):
             value = getattr(self, name)
             _rule(f"train.{name}", value, value is None or value >= 1, "at least 1, or null")
-        for name in ("warmup", "validate_tokens", "seed", "weight_decay", "wave"):
+        for name in ("warmup", "validate_tokens", "weight_decay", "wave"):
             _rule(f"train.{name}", getattr(self, name), getattr(self, name) >= 0, "0 or more")
+        _rule("train.seed", self.seed, 0 <= self.seed < 2**64, "0 to 2**64 - 1")
         for name in ("lr", "eps"):
             _rule(f"train.{name}", getattr(self, name), getattr(self, name) > 0, "greater than 0")
         _rule("train.clip", self.clip, self.clip is None or self.clip > 0, "greater than 0, or null for no clipping")

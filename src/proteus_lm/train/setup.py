@@ -32,7 +32,7 @@ from proteus_lm.run import CONTENTS, RECIPE
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.train.checkpoint import about_checkpoint, newest_complete, remove_leftovers
 from proteus_lm.train.optimizer import learning_rate
-from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe, make_recipe
+from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe, make_recipe, model_fields
 
 RESUME = ("auto", "never", "restart")
 # A run continues only where these are as they were; the rest of a recipe may change between sessions.
@@ -98,7 +98,7 @@ def resolve(recipe: Recipe, tokenizer: Tokenizer) -> Recipe:
         tokenizer: the one the data were made with.
 
     Raises:
-        RecipeError: when the recipe's vocabulary is smaller than that.
+        RecipeError: when the recipe's vocabulary is smaller than that, or another token ends its documents.
     """
     vocabulary = tokenizer.vocab_size
     asked = recipe.model.get("vocab_size", vocabulary)
@@ -107,8 +107,14 @@ def resolve(recipe: Recipe, tokenizer: Tokenizer) -> Recipe:
             f"model.vocab_size is {asked}, but the tokenizer of {recipe.data.path} has {vocabulary} tokens; use at least that, "
             "or leave it out"
         )
+    end = recipe.model.get("eos_token_id", tokenizer.eos_id)
+    if tokenizer.eos_id not in (end if isinstance(end, list) else [end]):
+        raise RecipeError(
+            f"model.eos_token_id is {end}, but documents of {recipe.data.path} end with token {tokenizer.eos_id}; use that, or "
+            "leave it out"
+        )
     sections = recipe.to_dict()
-    sections["model"] = {"eos_token_id": tokenizer.eos_id} | sections["model"] | {"vocab_size": asked}
+    sections["model"] |= {"eos_token_id": end, "vocab_size": asked}
     sections["data"]["path"] = str(Path(recipe.data.path).resolve())
     return make_recipe(sections)
 
@@ -167,7 +173,7 @@ def locked(run: Path) -> Iterator[None]:
 
     Raises:
         FileExistsError: when there is a file at its place, or above it.
-        RuntimeError: when another process trains in it.
+        BlockingIOError: when another process trains in it.
     """
     make_folder(run)
     try:
@@ -180,7 +186,8 @@ def locked(run: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RuntimeError(f"another process is training in {run}; wait for it, stop it, or choose another folder") from None
+            busy = f"another process is training in {run}; wait for it, stop it, or choose another folder"
+            raise BlockingIOError(busy) from None
         yield
     finally:
         os.close(descriptor)
@@ -211,11 +218,13 @@ def make_ready(run: Path, resume: str) -> None:
     remove_leftovers(run)
     folder, complaints = newest_complete(run)
     if folder is None and complaints:
-        raise ValueError(f"no checkpoint of {run} is whole ({'; '.join(complaints)}); ask for a restart to begin anew")
+        raise ValueError(
+            f"no checkpoint of {run} is whole ({'; '.join(complaints)}); copy one again, or ask for a restart to begin anew"
+        )
 
 
 def check_same(folder: Path, recipe: Recipe, about: dict[str, Any]) -> list[str]:
-    """Compare a recipe with the one a checkpoint was made by.
+    """Compare a recipe with the one a checkpoint was made by, and its model with the config.json there.
 
     Returns:
         The differences that are allowed, one line each.
@@ -224,7 +233,8 @@ def check_same(folder: Path, recipe: Recipe, about: dict[str, Any]) -> list[str]
         RecipeError: naming every difference in model, context, seed or batch, and other data or another tokenizer.
     """
     saved = about_checkpoint(folder)
-    before, now = _flat(saved["recipe"]), _flat(about["recipe"])
+    before = _flat(saved["recipe"] | {"model": _model(ProteusConfig.from_pretrained(folder))})
+    now = _flat(about["recipe"] | {"model": _model(ProteusConfig(**recipe.model))})
     differ = [key for key in sorted(before | now) if before.get(key) != now.get(key) and key != "data.path"]
     lines = {key: f"{key}: {before.get(key)!r} in the run, {now.get(key)!r} in the recipe" for key in differ}
     # The steps of a run place the unlocks of update blocks: a run half way through would find itself on another schedule.
@@ -236,9 +246,15 @@ def check_same(folder: Path, recipe: Recipe, about: dict[str, Any]) -> list[str]
     if fatal:
         raise RecipeError(
             f"{folder.parent.parent} was begun with another recipe: {'; '.join(fatal)}. Give the run's own recipe "
-            f"({folder.parent.parent / RECIPE}), choose another folder, or ask for a restart, which removes the run"
+            f"({folder.parent.parent / RECIPE}; its model is that of {folder / 'config.json'}), choose another folder, or ask for "
+            "a restart, which removes the run"
         )
     return list(lines.values())
+
+
+def _model(config: Any) -> dict[str, Any]:
+    """Every field of a model as JSON holds it, those that a recipe leaves out too."""
+    return {name: json.loads(json.dumps(getattr(config, name))) for name in model_fields()}
 
 
 def _remove_run(run: Path) -> None:
