@@ -143,7 +143,6 @@ def test_a_segment_needs_few_launches(kernels, monkeypatch, blocks):
             pass
 
     monkeypatch.setattr(InterpretedFunction, "run", counted)
-    monkeypatch.setenv(triton_neighbours.VARIABLE, "all")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     fields = {"memory_blocks": 4, "memory_context": 160} if blocks > 1 else {}
     model = model_of(persistent_tokens=2, **fields).float()
