@@ -117,10 +117,15 @@ def train_finitely(fields, steps, length):
         ids = tokens(4, length, seed=step % 5)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert loss.isfinite() and norm.isfinite(), f"step {step}: loss {loss}, gradient norm {norm}"
-        optimizer.step()
+        update(model, optimizer, loss, step)
         losses.append(loss.item())
     assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def update(model, optimizer, loss, step):
+    """One step of training, clipped; the loss and the gradients are finite."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert loss.isfinite() and norm.isfinite(), f"step {step}: loss {loss}, gradient norm {norm}"
+    optimizer.step()

@@ -8,7 +8,7 @@ import torch
 from proteus_lm import ProteusCache, ProteusConfig, ProteusForCausalLM
 from proteus_lm.mixers import TitansMixer
 from proteus_lm.sequence import TokenSequence
-from tests.mixers.models import CONTEXT, assert_near, make, options, tokens, train_finitely
+from tests.mixers.models import CONTEXT, assert_near, make, options, tokens, train_finitely, update
 
 T = 11
 
@@ -272,12 +272,7 @@ def test_a_surprise_clip_keeps_a_deep_gated_memory_finite_where_training_makes_i
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(500):
         ids = torch.randint(0, 32, (2, 33)).repeat(1, 3)[:, :96]
-        loss = model(ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert loss.isfinite() and norm.isfinite(), f"step {step}: loss {loss}, gradient norm {norm}"
-        optimizer.step()
+        update(model, optimizer, model(ids, labels=ids).loss, step)
 
 
 @pytest.mark.parametrize(
