@@ -347,3 +347,9 @@ def test_documents_cannot_be_packed_where_positions_run_through_the_window_or_be
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="start anew"):
         model(ids, past_key_values=cache, cu_seqlens=torch.tensor([0, 2, 5]))
+
+
+def test_a_type_too_narrow_to_compute_with_is_refused():
+    model = make(options("comba"), torch.float32).to(dtype=torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="float8_e4m3fn; it must be a floating type: float16"):
+        model(tokens(1, 4))

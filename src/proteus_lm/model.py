@@ -22,7 +22,7 @@ from proteus_lm.mixers.base import Mixer, ResidualLinear
 from proteus_lm.mixers.norm import RMSNorm, wide
 from proteus_lm.mixers.state import map_state
 from proteus_lm.mlp import MLP
-from proteus_lm.ops.rows import check_packed
+from proteus_lm.ops.rows import check_floating, check_packed
 from proteus_lm.sequence import TokenSequence, Unpadding
 from proteus_lm.wave import run_wave
 
@@ -284,6 +284,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int,
     ) -> None:
         """Raise ValueError for inputs that do not fit together."""
+        check_floating("the model", self.embed_tokens.weight.dtype)
         batch, length = tokens.shape[:2]
         if not length or not batch:
             raise ValueError(

@@ -124,12 +124,15 @@ def test_a_captured_wave_gives_the_gradients_of_a_plain_model(form, blocks, monk
     found["one stream"] = gradients(Piece(model, "bf16", CUDA), model, batches)
     for name, other, limit in (("graph", "one stream", 1e-6), ("streams", "one stream", 1e-6), ("graph", "plain", 3e-2)):
         for got, wanted in zip(found[name], found[other]):
-            error = (flat(got) - flat(wanted)).norm() / flat(wanted).norm()
-            assert error <= limit, f"{name} against {other}: {error:.2e}"
+            # In bf16 single tensors whose parts cancel (biases of gates) differ from the plain model's by up to 7e-2, on an H200.
+            pairs = zip(got, wanted, strict=True) if other == "one stream" else [(got[0], wanted[0]), (flat(got), flat(wanted))]
+            for one, two in pairs:
+                error = (one - two).norm() / two.norm().clamp(min=1e-6)
+                assert error <= limit, f"{name} against {other}: {error:.2e}"
 
 
 def flat(tensors):
-    """All gradients as one vector: single tensors whose parts cancel (biases of gates) differ by up to 7e-2 in bf16, on an H200."""
+    """All gradients, which follow the loss, as one vector."""
     return torch.cat([t.flatten() for t in tensors[1:]])
 
 

@@ -12,7 +12,7 @@ from proteus_lm.activation import Activation
 from proteus_lm.ops import fla, reference, triton
 from proteus_lm.ops._linear_operator import INPUTS, compute_dtype, linear_chunk
 from proteus_lm.ops.backend import Known, choose
-from proteus_lm.ops.rows import check_packed
+from proteus_lm.ops.rows import check_floating, check_packed
 from proteus_lm.ops.state import SWLAState
 
 ARGUMENTS = {
@@ -174,8 +174,7 @@ def check(
 def _check_tensor(name: str, x: Tensor, shape: Sequence[int], device: torch.device) -> None:
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} is of shape {tuple(x.shape)}; with this q and v it must be {tuple(shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"{name} is {x.dtype}; it must be a floating type")
+    check_floating(name, x.dtype)
     if x.device != device:
         raise ValueError(f"{name} is on {x.device} and q on {device}; move it there")
 

@@ -16,7 +16,7 @@ from proteus_lm.ops._deep_scan import check_position, titans_scan
 from proteus_lm.ops._linear_operator import compute_dtype
 from proteus_lm.ops.backend import Known, choose
 from proteus_lm.ops.memory_activations import matrix_names, memory_function, places
-from proteus_lm.ops.rows import check_packed
+from proteus_lm.ops.rows import check_floating, check_packed
 from proteus_lm.ops.state import TitansState
 from proteus_lm.schedule import ActivationSchedule
 
@@ -427,8 +427,7 @@ def _check_tokens(
     if read not in READS:
         raise ValueError(f"read is {read!r}; it must be one of {', '.join(READS)}")
     for name, tensor in zip(("q", "k", "v", "theta", "alpha", "eta"), tokens):
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} is {tensor.dtype}; it must be of a floating type")
+        check_floating(name, tensor.dtype)
     if q.dim() != 4 or k.shape != q.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; they must be (B, T, H, D), the same, and (B, T, H, Dv)"

@@ -5,6 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_floating(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError for a type that the operations do not compute with: integers, and floats of 8 bits and less."""
+    if dtype not in FLOATING:
+        kinds = ", ".join(str(kind).removeprefix("torch.") for kind in FLOATING)
+        raise TypeError(f"{name} is {dtype}; it must be a floating type: {kinds}")
+
 
 class Rows:
     """Documents packed in one row of T tokens, seen as N rows of the longest document's length L.
