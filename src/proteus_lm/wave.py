@@ -63,6 +63,7 @@ class Lane:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
 
+    @torch.compiler.disable(reason="a compiled wait is not seen by a CUDA graph's capture, and no graph takes record_stream")
     def take(self, x: Tensor, before: Lane) -> None:
         """Let what follows here read x, which was made there: it waits for all that was asked for there so far.
 
@@ -73,16 +74,11 @@ class Lane:
         """
         if self._stream is not None and before._stream is not None:
             self._stream.wait_stream(before._stream)
-            _record(x, self._stream)
+            x.record_stream(self._stream)
 
     def context(self) -> AbstractContextManager[Any]:
         """Work goes here."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-@torch.compiler.disable(reason="a graph takes no record_stream")
-def _record(x: Tensor, stream: torch.cuda.Stream) -> None:
-    x.record_stream(stream)
 
 
 def _lanes(device: torch.device, count: int) -> list[Lane]:

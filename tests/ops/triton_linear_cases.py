@@ -61,6 +61,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "documents, ungated": {"size": (1, 80, 1, 16, 16), "documents": [0, 5, 70, 80], "initial": True},
     "strength zero": {"size": (1, 20, 1, 16, 16), "strength": 0.0},
     "half precision": {"size": (1, 100, 1, 32, 32), "blocks": 4, "context": 96, "axis": "key", "dtype": "float16"},
+    "half precision, values": {"size": (1, 100, 1, 32, 96), "blocks": 4, "context": 96, "axis": "value", "dtype": "float16"},
+    "over 128 key rows, keys": {"size": (1, 70, 1, 160, 144), "blocks": 4, "context": 64, "axis": "key", "dtype": "float16"},
+    "over 128 key rows, values": {
+        "size": (1, 70, 1, 144, 160),
+        "blocks": 4,
+        "context": 64,
+        "axis": "value",
+        "dtype": "float16",
+        "initial": True,
+    },
 }
 # What only the window of sliding-window attention can get wrong: pairs across an unlock, chunk or document.
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -109,7 +119,7 @@ def error(ours: Tensor, right: Tensor) -> float:
 
 
 def measure(case: dict[str, Any]) -> dict[str, float]:
-    """Errors of out, final state and every gradient."""
+    """Errors of out, final state and every gradient, and of out where nothing is kept for gradients."""
     from proteus_lm.ops import reference, triton
 
     rule, size, axis = case["rule"], case["size"], case.get("axis", "key")
@@ -140,12 +150,14 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
         final = final.matrix if isinstance(final, SWLAState) else final
         if gradient is None:
             gradient = torch.randn(out.shape).to(out.dtype), torch.randn(final.shape)
+            with torch.no_grad():
+                alone, _ = getattr(module, rule)(**given, initial_state=start, **keywords)
         sums = [x.to(kind or torch.float32) * y.to(kind or torch.float32) for x, y in zip((out, final), gradient)]
         grads = torch.autograd.grad(sum(x.sum() for x in sums), [*given.values(), *held])
         results.append([out, final, *window, *grads])
     names = ["out", "final", *(f"window{i}" for i in range(len(window)))]
     names += [*(f"d{n}" for n in tensors), *(f"dstate{i}" for i in range(len(states)))]
-    return {n: error(a, b.double()) for n, a, b in zip(names, *results)}
+    return {n: error(a, b.double()) for n, a, b in zip(names, *results)} | {"out alone": error(alone, results[1][0])}
 
 
 def measure_step(case: dict[str, Any]) -> dict[str, float]:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proteus_lm.ops.triton.forward import at_least, carry_in, carry_out, fade, fetch, project, put, row_of, write
+from proteus_lm.ops.triton.addresses import below, bring, columns_at, read_row, rows_at, within
+from proteus_lm.ops.triton.forward import at_least, carry_in, carry_out, fade, fetch, project, put, write
 
 
 @triton.jit
@@ -38,6 +39,7 @@ def reverse(
     document = lane // H
     h = (lane % H).to(tl.int64)
     column = tile * BV + tl.arange(0, BV)
+    there = within(column, V, BV)
     o = tl.arange(0, C)
     dtype: tl.constexpr = do.dtype.element_ty
     s0 = tl.zeros([BV, KT], tl.float32)
@@ -60,13 +62,13 @@ def reverse(
         if WINDOW:
             opens = tl.maximum(opens - 1, first)
         for c in range(first, opens):
-            start = tl.load(chunks + c * 5).to(tl.int64)
-            here = o < tl.load(chunks + c * 5 + 1)
+            start, count, _, _ = read_row(tl.load(chunks + c))
+            here = o < count
             at = ((start + o) * H + h)[None, :] * V + column[:, None]
-            tl.store(dv + at, tl.zeros([BV, C], dtype), mask=here[None, :] & (column < V)[:, None])
+            tl.store(dv + at, tl.zeros([BV, C], dtype), mask=here[None, :] & there[:, None])
         first = opens
     high = tl.load(table + 1)
-    start, count, opened = row_of(chunks, high - 1, first < high)
+    row = tl.load(chunks + high - 1, mask=first < high, other=0)  # a chunk ahead, as in `scan`
     for phase in tl.static_range(0, NK):
         low = first
         if NK - phase > 1:
@@ -75,35 +77,31 @@ def reverse(
                 low = tl.maximum(low - 1, first)
         for i in tl.range(0, high - low, num_stages=STAGES):
             c = high - 1 - i
-            tokens = count
-            here = o < tokens
-            width = opened // ALIGN * ALIGN
-            place = start.to(tl.int64) * H + h
-            start, count, opened = row_of(chunks, c - 1, c > first)
+            start, tokens, width, soon = read_row(row)
+            row = tl.load(chunks + c - 1, mask=c > first, other=0)
+            here = below(o, tokens)
+            width = width // ALIGN * ALIGN
+            place = start * H + h
             keys = width if KEY else K
             values = width if VALUE else V
             slot = c * H + h
             factor = tl.exp(tl.load(gates + slot * 6 * C + 4 * C - 1))
-            soon = width
             fresh_factor = factor
             reach = width
+            soon = soon // ALIGN * ALIGN if WINDOW and (KEY or VALUE) else width
             if WINDOW and (KEY or VALUE):
-                soon = tl.load(chunks + c * 5 + 4) // ALIGN * ALIGN
                 reach = tl.maximum(width, soon)
                 if HAS_INITIAL:
                     end = gates + slot * 6 * C + tokens - 1
                     fresh_factor = tl.exp(tl.load(end + 3 * C) - tl.load(end + 4 * C))
-            reach_k = reach if KEY else K
-            reach_v = reach if VALUE else V
-            k0, k1, k2, k3 = fetch(k + place * K, o * H, here, keys, K, KT, NK - phase)
-            put(dstates + slot * V * K, s0, s1, s2, s3, column, reach_k, reach_v, K, KT, NK - phase)
-            at = (o * H)[None, :] * V + column[:, None]
-            square = o[:, None] * C + o[None, :]
-            turned = (o * H)[:, None] * V + column[None, :]
-            dy = tl.trans(tl.load(do + place * V + turned, mask=here[:, None] & (column < values)[None, :], other=0.0))
+            kept = below(tl.arange(0, BV), reach - tile * BV) if VALUE else there
+            k0, k1, k2, k3 = fetch(k, place * K, o, here, keys, H, K, KT, NK - phase)
+            put(dstates, (slot * V + tile * BV) * K, s0, s1, s2, s3, reach if KEY else K, kept, K, KT, NK - phase)
+            inside = column < values if VALUE else there
+            dy = tl.trans(tl.load(rows_at(do, place * V, o, column, H * V), mask=here[:, None] & inside[None, :], other=0.0))
             du = project(s0, s1, s2, s3, k0, k1, k2, k3, NK - phase, PRECISION)
             du *= tl.load(gates + slot * 6 * C + C + o)[None, :]
-            du = tl.dot(dy, tl.load(attend + slot * C * C + square), du, input_precision=PRECISION)
+            du = tl.dot(dy, tl.load(rows_at(attend, slot * C * C, o, o, C)), du, input_precision=PRECISION)
             if VALUE:
                 du = tl.where((column < values)[:, None], du, 0.0)
             s0 = fade(s0, factor, fresh_factor, column, 0, width, soon, KT, KEY, VALUE, HAS_INITIAL)
@@ -113,17 +111,17 @@ def reverse(
                 s2 = fade(s2, factor, fresh_factor, column, 2 * KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if NK - phase > 3:
                 s3 = fade(s3, factor, fresh_factor, column, 3 * KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
-            q0, q1, q2, q3 = fetch(q + place * K, o * H, here, keys, K, KT, NK - phase)
+            q0, q1, q2, q3 = fetch(q, place * K, o, here, keys, H, K, KT, NK - phase)
             asked = dy.to(tl.float32) * tl.load(gates + slot * 6 * C + o)[None, :]
             s0, s1, s2, s3 = write(s0, s1, s2, s3, asked, q0, q1, q2, q3, NK - phase, PRECISION)
             if DELTA:
                 p0, p1, p2, p3 = k0, k1, k2, k3
                 if HAS_P:
-                    p0, p1, p2, p3 = fetch(p + place * K, o * H, here, keys, K, KT, NK - phase)
-                du = tl.dot(du.to(dtype), tl.load(solve + slot * C * C + square), input_precision=PRECISION)
+                    p0, p1, p2, p3 = fetch(p, place * K, o, here, keys, H, K, KT, NK - phase)
+                du = tl.dot(du.to(dtype), tl.load(rows_at(solve, slot * C * C, o, o, C)), input_precision=PRECISION)
                 missed = du * -tl.load(gates + slot * 6 * C + 2 * C + o)[None, :]
                 s0, s1, s2, s3 = write(s0, s1, s2, s3, missed, p0, p1, p2, p3, NK - phase, PRECISION)
-            tl.store(dv + place * V + at, du.to(dtype), mask=here[None, :] & (column < V)[:, None])
+            tl.store(columns_at(dv, place * V, column, o, H * V), du.to(dtype), mask=here[None, :] & there[:, None])
         high = low
     if HAS_INITIAL:
         carry_out(dinitial + where, s0, column, 0, K, V, KT)
@@ -136,21 +134,21 @@ def reverse(
 
 
 @triton.jit
-def columns_of(x, token, here, v0, values, V: tl.constexpr, BV: tl.constexpr):
+def columns_of(x, o, here, v0, values, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
     """Columns v0 .. v0 + BV of a chunk's rows of x (tokens, H, V): (C, BV), zero from `values` on."""
     col = v0 + tl.arange(0, BV)
-    return tl.load(x + token[:, None] * V + col[None, :], mask=here[:, None] & (col < values)[None, :], other=0.0)
+    return tl.load(rows_at(x, 0, o, col, H * V), mask=here[:, None] & (col < values)[None, :], other=0.0)
 
 
 @triton.jit
-def written(fresh, token, here, v0, values, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr):
+def written(fresh, o, here, v0, values, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr):
     """The same of what a chunk wrote: `fresh` (V, C) of `scan`, or without DELTA v."""
     if DELTA:
-        col = v0 + tl.arange(0, BV)
-        at = fresh + col[:, None] * C + tl.arange(0, C)[None, :]
-        tile = tl.trans(tl.load(at, mask=(col < values)[:, None], other=0.0))
+        col = tl.arange(0, BV)
+        at = rows_at(fresh + v0 * C, 0, col, o, C)
+        tile = tl.trans(tl.load(at, mask=(v0 + col < values)[:, None], other=0.0))
     else:
-        tile = columns_of(fresh, token, here, v0, values, V, BV)
+        tile = columns_of(fresh, o, here, v0, values, H, V, BV)
     return tile
 
 
@@ -176,46 +174,45 @@ def wrote_before(pairs, late, early, C: tl.constexpr, DIAGONAL: tl.constexpr, TU
 @triton.jit
 def state_tile(states, row, keys, v0, values, K: tl.constexpr, BV: tl.constexpr):
     """Columns v0 .. v0 + BV of a chunk's state (V, K) in the key rows `row`: (BV, KT), zero where locked."""
-    column = v0 + tl.arange(0, BV)
-    mask = (column < values)[:, None] & (row < keys)[None, :]
-    return tl.load(states + column[:, None] * K + row[None, :], mask=mask, other=0.0)
+    column = tl.arange(0, BV)
+    mask = (v0 + column < values)[:, None] & (row < keys)[None, :]
+    return tl.load(rows_at(states + v0 * K, 0, column, row, K), mask=mask, other=0.0)
 
 
 @triton.jit
-def gradients(
-    q, k, p, gates, chunks, do, fresh, states, dstates, dq, dk, dp, dv, dg, dbeta, scale, span,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, HAS_G: tl.constexpr, HAS_P: tl.constexpr, DECAYED: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
-    FLOOR: tl.constexpr,
+def bring_columns(
+    do, fresh, dv, states, dstates, tokens, row, v0, values,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """One of NT tiles of KT key rows of one chunk of one head: gradients of q, k, p, g, beta; zeros in locked coordinates.
+    """Ask for columns v0 .. v0 + BV, and of the states KT rows from `row` on, ahead of the loads; for none from `values` on."""
+    if v0 < values:
+        column = tl.minimum(v0 + tl.arange(0, BV), values - 1)
+        bring(do + v0, tokens * V, BV)
+        if DELTA:
+            bring(fresh, column * C, C)
+            bring(dv + v0, tokens * V, BV)
+        else:
+            bring(fresh + v0, tokens * V, BV)
+        bring(states + row, column * K, KT)
+        bring(dstates + row, column * K, KT)
 
-    dg: fp32 (NT, tokens, H), each tile's part, `span` = tokens H apart; dbeta (tokens, H). fresh is v without DELTA.
-    With WINDOW dbeta is dgamma (NT, tokens, H, 2), and what a document's first token does to the state handed in (dg, the second
-    dgamma) is left alone: see window.py. A shut tile's part of dg and dgamma is left alone too: zeros must stand there.
-    The tiles of a chunk are neighbours, so that do, fresh and dv come from memory once and from the cache after. With V <= BV every
-    load is on its way before the first product waits for one.
-    """
-    tile = tl.program_id(0) % NT
-    c = (tl.program_id(0) // (NT * H)).to(tl.int64)
-    h = (tl.program_id(0) // NT) % H
-    start = tl.load(chunks + c * 5).to(tl.int64)
-    count = tl.load(chunks + c * 5 + 1)
-    if count == 0:
-        return
-    width = tl.multiple_of(tl.load(chunks + c * 5 + 2), ALIGN)
-    keys = width if KEY else K
-    values = width if VALUE else V
+
+@triton.jit
+def gradients_of(
+    q, k, p, gates, do, fresh, states, dstates, dq, dk, dp, dv, dg, dbeta, scale, span,
+    tile, c, h, start, count, after, keys, values,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, BV: tl.constexpr, ONE: tl.constexpr,
+    DELTA: tl.constexpr, HAS_G: tl.constexpr, HAS_P: tl.constexpr, DECAYED: tl.constexpr,
+    KEY: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, FLOOR: tl.constexpr, BRING: tl.constexpr,
+):  # fmt: skip
+    """`gradients` of a tile of a chunk of which `keys` rows and `values` columns are open; ONE: these are within one tile of BV."""
     dtype: tl.constexpr = q.dtype.element_ty
-    ONE: tl.constexpr = V <= BV
     o = tl.arange(0, C)
     here = o < count
     token = o * H
     first = start * H + h
     slot = c * H + h
     row = tile * KT + tl.arange(0, KT)
-    at = token[:, None] * K + row[None, :]
     q += first * K
     k += first * K
     p += first * K
@@ -227,10 +224,10 @@ def gradients(
     if KEY:
         zero = tl.zeros([C, KT], dtype)
         if tile * KT >= keys:
-            tl.store(dq + at, zero, mask=inside)
-            tl.store(dk + at, zero, mask=inside)
+            tl.store(rows_at(dq, 0, o, row, H * K), zero, mask=inside)
+            tl.store(rows_at(dk, 0, o, row, H * K), zero, mask=inside)
             if HAS_P:
-                tl.store(dp + at, zero, mask=inside)
+                tl.store(rows_at(dp, 0, o, row, H * K), zero, mask=inside)
             return
     mask = here[:, None] & (row < keys)[None, :]
     do += first * V
@@ -240,11 +237,19 @@ def gradients(
     dstates += slot * V * K
     dg += tile * span
     gate = gates + slot * 6 * C
+    tokens = tl.where(here, token, 0)
+    if BRING:  # the compiler has registers for the first loads alone, and waits for those before it asks for the rest
+        bring_columns(do, fresh, dv, states, dstates, tokens, tile * KT, 0, values, K, V, C, KT, BV, DELTA)
+        bring(q + tile * KT, tokens * K, KT)
+        bring(k + tile * KT, tokens * K, KT)
+        if HAS_P:
+            bring(p + tile * KT, tokens * K, KT)
     running = tl.load(gate + 3 * C + o)
     before = running
     if WINDOW or (DELTA and HAS_G and not DECAYED):
         before = tl.load(gate + 4 * C + o)
     late = before if WINDOW else running  # the log decay with which a token reads
+    end = tl.load(gate + 4 * C - 1)
     # What is small is fetched here: a wait for memory between two products is a wait of the whole program.
     reads = tl.load(gate + o)
     left = tl.load(gate + C + o)
@@ -262,29 +267,31 @@ def gradients(
     x_p = tl.zeros([C, KT], tl.float32)
     held = 0.0
     if ONE:
-        b_do = columns_of(do, token, here, 0, values, V, BV)
-        b_u = written(fresh, token, here, 0, values, V, C, BV, DELTA)
+        b_do = columns_of(do, o, here, 0, values, H, V, BV)
+        b_u = written(fresh, o, here, 0, values, H, V, C, BV, DELTA)
         if DELTA:
-            b_e = columns_of(dv, token, here, 0, values, V, BV)
+            b_e = columns_of(dv, o, here, 0, values, H, V, BV)
         b_s = state_tile(states, row, keys, 0, values, K, BV)
         b_ds = state_tile(dstates, row, keys, 0, values, K, BV)
-        b_q = tl.load(q + at, mask=mask, other=0.0)
-        b_k = tl.load(k + at, mask=mask, other=0.0)
+        b_q = tl.load(rows_at(q, 0, o, row, H * K), mask=mask, other=0.0)
+        b_k = tl.load(rows_at(k, 0, o, row, H * K), mask=mask, other=0.0)
         if HAS_G:
             held = tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
     else:
         asked = tl.zeros([C, C], tl.float32)
         other = tl.zeros([C, C], tl.float32)  # missed, or asked turned
         for v0 in tl.range(0, values, BV, num_stages=1):
-            b_do = columns_of(do, token, here, v0, values, V, BV)
-            b_u = written(fresh, token, here, v0, values, V, C, BV, DELTA)
+            if BRING:
+                bring_columns(do, fresh, dv, states, dstates, tokens, tile * KT, v0 + BV, values, K, V, C, KT, BV, DELTA)
+            b_do = columns_of(do, o, here, v0, values, H, V, BV)
+            b_u = written(fresh, o, here, v0, values, H, V, C, BV, DELTA)
             b_s = state_tile(states, row, keys, v0, values, K, BV)
             b_ds = state_tile(dstates, row, keys, v0, values, K, BV)
             asked = tl.dot(b_do, tl.trans(b_u), asked, input_precision=PRECISION)
             x_q = tl.dot(b_do, b_s, x_q, input_precision=PRECISION)
             if DELTA:
                 x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), x_k, input_precision=PRECISION)
-                b_e = columns_of(dv, token, here, v0, values, V, BV)
+                b_e = columns_of(dv, o, here, v0, values, H, V, BV)
                 other = tl.dot(b_e, tl.trans(b_u), other, input_precision=PRECISION)
                 x_p = tl.dot(b_e, b_s, x_p, input_precision=PRECISION)
             else:
@@ -292,8 +299,8 @@ def gradients(
                 other = tl.dot(b_u, tl.trans(b_do), other, input_precision=PRECISION)
             if HAS_G:
                 held += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
-        b_q = tl.load(q + at, mask=mask, other=0.0)
-        b_k = tl.load(k + at, mask=mask, other=0.0)
+        b_q = tl.load(rows_at(q, 0, o, row, H * K), mask=mask, other=0.0)
+        b_k = tl.load(rows_at(k, 0, o, row, H * K), mask=mask, other=0.0)
 
     same = o[:, None] == o[None, :]
     if ONE:  # each product is made where it is used: accumulators are what this kernel is short of
@@ -312,7 +319,7 @@ def gradients(
         d_read = tl.sum(x_q * b_q.to(tl.float32), 1)
     if WINDOW:
         x_q += (own * near)[:, None] * b_k.to(tl.float32)
-    tl.store(dq + at, x_q.to(dtype), mask=inside)
+    tl.store(rows_at(dq, 0, o, row, H * K), x_q.to(dtype), mask=inside)
 
     if DELTA:  # dk is worked out turned, so that what was asked and missed is used as it stands
         if ONE:
@@ -323,7 +330,7 @@ def gradients(
         x_k = tl.dot(tl.trans(b_q), b_pairs, x_k, input_precision=PRECISION)
         b_p = b_k
         if HAS_P:
-            b_p = tl.load(p + at, mask=mask, other=0.0)
+            b_p = tl.load(rows_at(p, 0, o, row, H * K), mask=mask, other=0.0)
         if ONE:
             other = tl.dot(b_e, tl.trans(b_u), input_precision=PRECISION)
         if tile == 0:
@@ -336,7 +343,7 @@ def gradients(
         x_p = tl.dot(b_pairs, b_k, x_p * -predicts[:, None], input_precision=PRECISION)
         d_before = tl.sum(x_p * b_p.to(tl.float32), 1)
         if HAS_P:
-            tl.store(dp + at, x_p.to(dtype), mask=inside)
+            tl.store(rows_at(dp, 0, o, row, H * K), x_p.to(dtype), mask=inside)
         x_k = tl.trans(x_k)
     else:  # with one product each way this is the faster
         if ONE:
@@ -356,12 +363,12 @@ def gradients(
         x_k += (own * near)[:, None] * b_q.to(tl.float32)
         scores = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         tl.store(dbeta + (first + token) * 2, near * scores + follows * d_omega, mask=here)
-        here = o < tl.where(tl.load(chunks + c * 5 + 4) > 0, count, count - 1)
+        here = o < tl.where(after > 0, count, count - 1)
         first += H  # the token after has the decay and the second weight that a pair meets
         tl.store(dbeta + (first + token) * 2 + 1, d_omega, mask=here)
     if DELTA and not HAS_P:
         x_k += x_p
-    tl.store(dk + at, x_k.to(dtype), mask=inside)
+    tl.store(rows_at(dk, 0, o, row, H * K), x_k.to(dtype), mask=inside)
 
     if HAS_G:
         # A token's decay moves every log decay from its own on; those that start behind a token's decay, from the next on.
@@ -374,13 +381,54 @@ def gradients(
                 upto += d_before
             else:
                 behind = d_before
-        held = held * tl.exp(tl.load(gate + 4 * C - 1)) + d_total
+        held = held * tl.exp(end) + d_total
         d_g = tl.cumsum(upto, 0, reverse=True) + held
         if WINDOW or (DELTA and not DECAYED):
             d_g += tl.cumsum(behind, 0, reverse=True) - behind
         if WINDOW:
             d_g += own * follows * d_omega
         tl.store(dg + first + token, d_g, mask=here)
+
+
+@triton.jit
+def gradients(
+    q, k, p, gates, chunks, do, fresh, states, dstates, dq, dk, dp, dv, dg, dbeta, scale, span,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, HAS_G: tl.constexpr, HAS_P: tl.constexpr, DECAYED: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    FLOOR: tl.constexpr, BRING: tl.constexpr,
+):  # fmt: skip
+    """One of NT tiles of KT key rows of one chunk of one head: gradients of q, k, p, g, beta; zeros in locked coordinates.
+
+    dg: fp32 (NT, tokens, H), each tile's part, `span` = tokens H apart; dbeta (tokens, H). fresh is v without DELTA.
+    With WINDOW dbeta is dgamma (NT, tokens, H, 2), and what a document's first token does to the state handed in (dg, the second
+    dgamma) is left alone: see window.py. A shut tile's part of dg and dgamma is left alone too: zeros must stand there.
+    The tiles of a chunk are neighbours, so that do, fresh and dv come from memory once and from the cache after. With V <= BV every
+    load is on its way before the first product waits for one; where at most half of the columns are open, tiles are half as wide.
+    """
+    program = tl.program_id(0)
+    tile = program % NT
+    c = (program // (NT * H)).to(tl.int64)
+    h = (program // NT) % H
+    start, count, width, after = read_row(tl.load(chunks + c))
+    if count == 0:
+        return
+    width = width // ALIGN * ALIGN  # what the compiler may assume of it
+    keys = width if KEY else K
+    values = width if VALUE else V
+    if VALUE and V <= BV and BV >= 32:  # noqa: SIM102 -- a question to the compiler, and one to the device
+        if values <= BV // 2:
+            gradients_of(
+                q, k, p, gates, do, fresh, states, dstates, dq, dk, dp, dv, dg, dbeta, scale, span,
+                tile, c, h, start, count, after, keys, values,
+                H, K, V, C, KT, BV // 2, True, DELTA, HAS_G, HAS_P, DECAYED, KEY, PRECISION, WINDOW, FLOOR, BRING,
+            )  # fmt: skip
+            return
+    gradients_of(
+        q, k, p, gates, do, fresh, states, dstates, dq, dk, dp, dv, dg, dbeta, scale, span,
+        tile, c, h, start, count, after, keys, values,
+        H, K, V, C, KT, BV, V <= BV, DELTA, HAS_G, HAS_P, DECAYED, KEY, PRECISION, WINDOW, FLOOR, BRING,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -394,11 +442,10 @@ def reopened(
     """
     c = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
-    width = tl.load(chunks + c * 5 + 2)
-    soon = tl.load(chunks + c * 5 + 4)
+    start, count, width, soon = read_row(tl.load(chunks + c))
     if soon <= width:
         return
-    after = (tl.load(chunks + c * 5).to(tl.int64) + tl.load(chunks + c * 5 + 1)) * H + h
+    after = (start + count) * H + h
     last = after - H
     weight = tl.load(gamma + after * 2 + 1).to(tl.float32)
     row = tl.arange(0, BK)

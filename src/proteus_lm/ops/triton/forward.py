@@ -25,6 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from proteus_lm.ops.triton.addresses import below, columns_at, read_row, rows_at, within
+
 
 @triton.jit
 def merge(inverse, a, C: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
@@ -83,17 +85,16 @@ def at_least(strength, FLOOR: tl.constexpr):
 
 @triton.jit
 def rows_of(
-    k, q, p, token, here, k0, limit, K: tl.constexpr, KT: tl.constexpr, DELTA: tl.constexpr, HAS_P: tl.constexpr
+    k, q, p, o, here, k0, limit, H: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, DELTA: tl.constexpr, HAS_P: tl.constexpr
 ):  # fmt: skip
     """Columns k0 .. k0 + KT of a chunk's rows of k, q and p (C, KT), zero from `limit` on; k for p where there is none."""
     col = k0 + tl.arange(0, KT)
-    at = token[:, None] * K + col[None, :]
     mask = here[:, None] & (col < limit)[None, :]
-    b_k = tl.load(k + at, mask=mask, other=0.0)
-    b_q = tl.load(q + at, mask=mask, other=0.0)
+    b_k = tl.load(rows_at(k, 0, o, col, H * K), mask=mask, other=0.0)
+    b_q = tl.load(rows_at(q, 0, o, col, H * K), mask=mask, other=0.0)
     b_p = b_k
     if DELTA and HAS_P:
-        b_p = tl.load(p + at, mask=mask, other=0.0)
+        b_p = tl.load(rows_at(p, 0, o, col, H * K), mask=mask, other=0.0)
     return b_k, b_q, b_p
 
 
@@ -114,20 +115,19 @@ def prepare(
     """
     c = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
-    start = tl.load(chunks + c * 5).to(tl.int64)
-    count = tl.load(chunks + c * 5 + 1)
+    start, count, width, after = read_row(tl.load(chunks + c))
     if count == 0:
         return
     limit = K
     if KEY:
-        limit = tl.multiple_of(tl.load(chunks + c * 5 + 2), ALIGN)
+        limit = width // ALIGN * ALIGN  # what the compiler may assume of it
     o = tl.arange(0, C)
     here = o < count
     token = o * H  # offsets in a chunk are 32 bit; the chunk's own place is in the pointers
     first = start * H + h
     decay = tl.zeros([C], tl.float32)
     if WINDOW:  # what stands at the token after, that of the document's next chunk included
-        follows = o < tl.where(tl.load(chunks + c * 5 + 4) > 0, count, count - 1)
+        follows = o < tl.where(after > 0, count, count - 1)
         decay = tl.load(g + first + H + token, mask=follows, other=0.0).to(tl.float32)
         own = tl.load(beta + (first + token) * 2, mask=here, other=0.0).to(tl.float32)
         again = tl.load(beta + (first + H + token) * 2 + 1, mask=follows, other=0.0).to(tl.float32)
@@ -147,11 +147,11 @@ def prepare(
     if HAS_P:
         p += first * K
     if WHOLE:
-        b_k, b_q, b_p = rows_of(k, q, p, token, here, 0, limit, K, KT, DELTA, HAS_P)
+        b_k, b_q, b_p = rows_of(k, q, p, o, here, 0, limit, H, K, KT, DELTA, HAS_P)
         read = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     else:
         for k0 in range(0, limit, KT):
-            b_k, b_q, b_p = rows_of(k, q, p, token, here, k0, limit, K, KT, DELTA, HAS_P)
+            b_k, b_q, b_p = rows_of(k, q, p, o, here, k0, limit, H, K, KT, DELTA, HAS_P)
             read = tl.dot(b_q, tl.trans(b_k), read, input_precision=PRECISION)
             if DELTA:
                 a = tl.dot(b_p, tl.trans(b_k), a, input_precision=PRECISION)
@@ -174,14 +174,13 @@ def prepare(
 
     r = o[:, None]
     j = o[None, :]
-    square = r * C + j
     corner = (c * H + h) * C * C
     if WINDOW:
         kept = tl.exp(tl.where(r > j, before[:, None] - running[None, :], 0.0)) * omega[None, :]
         read *= tl.where(r > j, kept, own[:, None]) * scale
     else:
         read *= tl.exp(tl.where(r >= j, running[:, None] - running[None, :], 0.0)) * scale
-    tl.store(attend + corner + square, tl.where(r >= j, read, 0.0).to(dtype))
+    tl.store(rows_at(attend, corner, o, o, C), tl.where(r >= j, read, 0.0).to(dtype))
     if DELTA:
         tl.store(gates + slot + 2 * C + o, tl.exp(before))
         tl.store(gates + slot + 4 * C + o, before)
@@ -191,14 +190,14 @@ def prepare(
         a *= tl.exp(tl.where(r > j, before[:, None] - running[None, :], 0.0)) * strength[:, None]
         a = tl.where(r > j, a, 0.0)
         inverse = unit_lower_inverse(a, C, D, HALF, PRECISION) * strength[None, :]
-        tl.store(solve + corner + square, inverse.to(dtype))
+        tl.store(rows_at(solve, corner, o, o, C), inverse.to(dtype))
 
 
 @triton.jit
-def fetch(x, token, here, limit, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
+def fetch(x, place, o, here, limit, H: tl.constexpr, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
     """The first W tiles (C, KT) of a chunk's rows of x (tokens, H, K), zero from column `limit` on; the rest repeat the first."""
     col = tl.arange(0, KT)
-    at = x + token[:, None] * K + col[None, :]
+    at = rows_at(x, place, o, col, H * K)
     b0 = tl.load(at, mask=here[:, None] & (col < limit)[None, :], other=0.0)
     b1 = b0
     b2 = b0
@@ -267,11 +266,11 @@ def reopen(s, key, value, first, width, soon, K: tl.constexpr, KT: tl.constexpr,
 
 
 @triton.jit
-def put(out, s0, s1, s2, s3, column, keys, values, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
-    """Store the open part, `keys` rows and `values` columns, of W tiles (BV, KT) of a transposed state into `out` (V, K)."""
+def put(out, place, s0, s1, s2, s3, keys, ok, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
+    """Store the open part, `keys` rows and the columns that are `ok` (BV,), of W tiles (BV, KT) of a transposed state at `out`."""
     col = tl.arange(0, KT)
-    at = out + column[:, None] * K + col[None, :]
-    ok = (column < values)[:, None]
+    at = rows_at(out, place, tl.arange(0, ok.shape[0]), col, K)
+    ok = ok[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
     tl.store(at, s0.to(dtype), mask=ok & (col < keys)[None, :])
     if W > 1:
@@ -299,17 +298,6 @@ def carry_out(state, s, column, first, K: tl.constexpr, V: tl.constexpr, KT: tl.
 
 
 @triton.jit
-def row_of(chunks, c, valid):
-    """First token, tokens and open coordinates of chunk c; zeros where it is not `valid`.
-
-    The walks read this a chunk ahead. Triton keeps copies in flight across rounds only where no address waits for a load of its own
-    round: with the table read in place every chunk waited for its loads from start to end.
-    """
-    row = chunks + c * 5
-    return tl.load(row, mask=valid, other=0), tl.load(row + 1, mask=valid, other=0), tl.load(row + 2, mask=valid, other=0)
-
-
-@triton.jit
 def scan(
     q, k, p, v, gates, solve, attend, chunks, documents, initial, out, fresh, states, final, scale, N,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KT: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr,
@@ -329,6 +317,7 @@ def scan(
     document = lane // H
     h = (lane % H).to(tl.int64)
     column = tile * BV + tl.arange(0, BV)
+    there = within(column, V, BV)
     o = tl.arange(0, C)
     dtype: tl.constexpr = v.dtype.element_ty
     s0 = tl.zeros([BV, KT], tl.float32)
@@ -351,13 +340,15 @@ def scan(
         if WINDOW:
             opens = tl.maximum(opens - 1, low)
         for c in range(low, opens):
-            start = tl.load(chunks + c * 5).to(tl.int64)
-            here = o < tl.load(chunks + c * 5 + 1)
+            start, count, _, _ = read_row(tl.load(chunks + c))
+            here = o < count
             at = ((start + o) * H + h)[None, :] * V + column[:, None]
-            tl.store(out + at, tl.zeros([BV, C], dtype), mask=here[None, :] & (column < V)[:, None])
+            tl.store(out + at, tl.zeros([BV, C], dtype), mask=here[None, :] & there[:, None])
         low = opens
     past = tl.load(table + 1)
-    start, count, opened = row_of(chunks, low, low < past)
+    # A row of the table is read a chunk ahead: with an address that waits for a load of its own round Triton keeps no copies in
+    # flight across rounds. It is one word: of several the compiler waited for one at the end of each round.
+    row = tl.load(chunks + low, mask=low < past, other=0)
     for phase in tl.static_range(0, NK):
         high = past
         if phase < NK - 1:
@@ -365,56 +356,52 @@ def scan(
             if WINDOW:
                 high = tl.maximum(high - 1, low)
         for c in tl.range(low, high, num_stages=STAGES):
-            tokens = count
-            here = o < tokens
-            width = opened // ALIGN * ALIGN  # a hint of divisibility would be lost on the way round the loop
-            place = start.to(tl.int64) * H + h
-            start, count, opened = row_of(chunks, c + 1, c + 1 < past)
+            start, tokens, width, soon = read_row(row)
+            here = below(o, tokens)
+            width = width // ALIGN * ALIGN  # a hint of divisibility would be lost on the way round the loop
+            place = start * H + h
+            row = tl.load(chunks + c + 1, mask=c + 1 < past, other=0)
             keys = width if KEY else K
             values = width if VALUE else V
             slot = c * H + h
             factor = tl.exp(tl.load(gates + slot * 6 * C + 4 * C - 1))
-            soon = width
             fresh_factor = factor
+            soon = soon // ALIGN * ALIGN if WINDOW and (KEY or VALUE) else width
             if WINDOW and (KEY or VALUE):
-                soon = tl.load(chunks + c * 5 + 4) // ALIGN * ALIGN
                 end = gates + slot * 6 * C + tokens - 1
                 if HAS_INITIAL:
                     fresh_factor = tl.exp(tl.load(end + 3 * C) - tl.load(end + 4 * C))
-            k0, k1, k2, k3 = fetch(k + place * K, o * H, here, keys, K, KT, phase + 1)
+            k0, k1, k2, k3 = fetch(k, place * K, o, here, keys, H, K, KT, phase + 1)
             if SAVE:
                 reach = width
                 if WINDOW and (KEY or VALUE):
                     reach = tl.maximum(width, soon)
-                reach_k = reach if KEY else K
-                reach_v = reach if VALUE else V
-                put(states + slot * V * K, s0, s1, s2, s3, column, reach_k, reach_v, K, KT, phase + 1)
-            at = (o * H)[None, :] * V + column[:, None]
-            fresh_at = (o * H)[:, None] * V + column[None, :]
-            u = tl.trans(tl.load(v + place * V + fresh_at, mask=here[:, None] & (column < values)[None, :], other=0.0))
-            square = o[:, None] * C + o[None, :]
+                kept = below(tl.arange(0, BV), reach - tile * BV) if VALUE else there
+                put(states, (slot * V + tile * BV) * K, s0, s1, s2, s3, reach if KEY else K, kept, K, KT, phase + 1)
+            inside = column < values if VALUE else there
+            u = tl.trans(tl.load(rows_at(v, place * V, o, column, H * V), mask=here[:, None] & inside[None, :], other=0.0))
             if DELTA:
                 p0, p1, p2, p3 = k0, k1, k2, k3
                 if HAS_P:
-                    p0, p1, p2, p3 = fetch(p + place * K, o * H, here, keys, K, KT, phase + 1)
+                    p0, p1, p2, p3 = fetch(p, place * K, o, here, keys, H, K, KT, phase + 1)
                 guess = project(s0, s1, s2, s3, p0, p1, p2, p3, phase + 1, PRECISION)
                 guess *= -tl.load(gates + slot * 6 * C + 2 * C + o)[None, :]
                 if VALUE and HAS_INITIAL:
                     guess = tl.where((column < values)[:, None], guess, 0.0)
-                b_solve = tl.trans(tl.load(solve + slot * C * C + square))
+                b_solve = tl.trans(tl.load(rows_at(solve, slot * C * C, o, o, C)))
                 if HALF:  # two products in place of a difference: only what a product takes whole is copied ahead of its round
                     asked = tl.dot(u, b_solve, input_precision=PRECISION)
                     u = tl.dot(guess.to(dtype), b_solve, asked, input_precision=PRECISION).to(dtype)
                 else:
                     u = tl.dot(u + guess, b_solve, input_precision=PRECISION)
                 if SAVE:
-                    tl.store(fresh + slot * V * C + column[:, None] * C + o[None, :], u, mask=(column < V)[:, None])
-            q0, q1, q2, q3 = fetch(q + place * K, o * H, here, keys, K, KT, phase + 1)
+                    tl.store(rows_at(fresh, (slot * V + tile * BV) * C, tl.arange(0, BV), o, C), u, mask=there[:, None])
+            q0, q1, q2, q3 = fetch(q, place * K, o, here, keys, H, K, KT, phase + 1)
             y = project(s0, s1, s2, s3, q0, q1, q2, q3, phase + 1, PRECISION) * tl.load(gates + slot * 6 * C + o)[None, :]
-            y = tl.dot(u, tl.trans(tl.load(attend + slot * C * C + square)), y, input_precision=PRECISION)
+            y = tl.dot(u, tl.trans(tl.load(rows_at(attend, slot * C * C, o, o, C))), y, input_precision=PRECISION)
             if VALUE and HAS_INITIAL:
                 y = tl.where((column < values)[:, None], y, 0.0)
-            tl.store(out + place * V + at, y.to(dtype), mask=here[None, :] & (column < V)[:, None])
+            tl.store(columns_at(out, place * V, column, o, H * V), y.to(dtype), mask=here[None, :] & there[:, None])
             s0 = fade(s0, factor, fresh_factor, column, 0, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if phase > 0:
                 s1 = fade(s1, factor, fresh_factor, column, KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)

@@ -54,7 +54,7 @@ class Shape(NamedTuple):
         return self.rows * self.length
 
 
-def _shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, axis: str, blocks: int) -> Shape:
+def _shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, axis: str, blocks: int, save: bool) -> Shape:
     rows, length, heads, keys = q.shape
     values, gated = v.shape[-1], blocks > 1
     key_gate, value_gate = gated and axis == "key", gated and axis == "value"
@@ -64,14 +64,16 @@ def _shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, axis: str, blocks: i
     # Open lengths are multiples of dim // blocks, or dim: what the compiler may assume of them to load 16 bytes at a time.
     width = dim // blocks if gated else dim
     align = next(a for a in (16, 8, 4, 2, 1) if width % a == 0 and dim % a == 0)
-    chunk = 32 if q.dtype == torch.float32 and wide > 64 else 64
+    half = q.dtype != torch.float32
+    # With K > 128 chunks of 32 walk faster (two of them in flight), but twice as many states cost the backward more than that.
+    small = wide > 128 and not save if half else wide > 64
     return Shape(
         *(rows, length, heads, keys, values),
         documents=rows if cu_seqlens is None else len(cu_seqlens) - 1,
-        chunk=chunk,
+        chunk=32 if small else 64,
         key_tile=wide // tiles,
         key_tiles=tiles,
-        value_tile=min(64, max(16, triton.next_power_of_2(values))),
+        value_tile=min(128 if half and wide > 128 else 64, max(16, triton.next_power_of_2(values))),
         key_gate=key_gate,
         value_gate=value_gate,
         align=align,
@@ -119,10 +121,12 @@ def _gate(s: Shape) -> dict[str, Any]:
 
 
 @cache
-def _stages(keys: int, half: bool, device: torch.device) -> int:
+def _stages(keys: int, chunk: int, half: bool, device: torch.device) -> int:
     """Stages of the walks' pipeline: three, two chunks ahead of their use, where the device has the 226 KiB that Comba's take."""
-    if not half or keys > 128:
+    if not half:
         return 1
+    if keys > 128:
+        return 2 if chunk == 32 else 1
     if INTERPRETED:
         return 3
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -145,8 +149,8 @@ def _walk(s: Shape, rule: str, has_p: bool, half: bool, device: torch.device) ->
         "VALUE": s.value_gate,
         "WINDOW": rule == "swla",
         **_gate(s),
-        "STAGES": _stages(s.keys, half, device),
-        "num_warps": 4,
+        "STAGES": _stages(s.keys, s.chunk, half, device),
+        "num_warps": 8 if s.value_tile == 128 else 4,
     }
 
 
@@ -180,7 +184,7 @@ def linear(
     Returns:
         out, final state, then gates, solve, attend, fresh, states, chunks, documents (see `forward`); empty where not asked for.
     """
-    s = _shape(q, v, cu_seqlens, axis, blocks)
+    s = _shape(q, v, cu_seqlens, axis, blocks, save)
     plan = _plan(s, active, segments, cu_seqlens, blocks, q.device)
     n, delta = len(plan.chunks), RULES[rule][0]
     f32 = {"device": q.device, "dtype": torch.float32}
@@ -219,7 +223,7 @@ def linear(
 
 @linear.register_fake
 def _(q, k, v, p, g, beta, initial_state, active, cu_seqlens, segments, blocks, rule, axis, scale, output_final_state, save):
-    s = _shape(q, v, cu_seqlens, axis, blocks)
+    s = _shape(q, v, cu_seqlens, axis, blocks, save)
     n, delta = _chunks(s, active, segments, cu_seqlens, blocks), RULES[rule][0]
     f32 = {"device": q.device, "dtype": torch.float32}
     i32 = {"device": q.device, "dtype": torch.int32}
@@ -232,7 +236,7 @@ def _(q, k, v, p, g, beta, initial_state, active, cu_seqlens, segments, blocks, 
         square,
         q.new_empty(n, s.heads, s.values, s.chunk) if save and delta else q.new_empty(0),
         q.new_empty(n, s.heads, s.values, s.keys) if save else q.new_empty(0),
-        torch.empty(n, 5, **i32),
+        torch.empty(n, device=q.device, dtype=torch.int64),
         torch.empty(s.documents, 2 + s.tiles, **i32),
     )
 
@@ -262,7 +266,7 @@ def linear_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, p, g, beta and the initial state; empty where there was no such input."""
-    s = _shape(q, v, cu_seqlens, axis, blocks)
+    s = _shape(q, v, cu_seqlens, axis, blocks, True)
     delta, half = RULES[rule][0], q.dtype != torch.float32
     f32 = {"device": q.device, "dtype": torch.float32}
     empty = torch.empty(0, **f32)
@@ -294,6 +298,7 @@ def linear_backward(
         BV=min(triton.next_power_of_2(max(16, s.values)), 128 if s.values <= 128 and half else 64),
         VALUE=s.value_gate,
         FLOOR=_floor(q.dtype),
+        BRING=not INTERPRETED,
         num_warps=4,
         **_flags(rule, g, p),
         **_gate(s),
@@ -339,7 +344,7 @@ def _(
     axis,
     scale,
 ):
-    s = _shape(q, v, cu_seqlens, axis, blocks)
+    s = _shape(q, v, cu_seqlens, axis, blocks, True)
     f32 = {"device": q.device, "dtype": torch.float32}
     row = (s.rows, s.length, s.heads)
     return (

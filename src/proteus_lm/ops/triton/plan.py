@@ -21,8 +21,8 @@ class Plan(NamedTuple):
     """The tables the kernels read.
 
     Args:
-        chunks: int32 (capacity, 5): first token, tokens (0 = no chunk here), open coordinates, document, and open coordinates of
-            the document's next chunk (0 if it has none).
+        chunks: int64 (capacity,), from the low bits up: first token (32), tokens (8; 0 = no chunk here), open coordinates (12), and
+            open coordinates of the document's next chunk (12; 0 if it has none). One word, so that one load brings it.
         documents: int32 (N, 2 + tiles): first chunk, past the last chunk, then for each tile of 16 coordinates
             the first chunk in which one of its coordinates is open (past the last chunk if never).
     """
@@ -58,17 +58,15 @@ def build(bounds: Tensor, active: Tensor | None, tokens: int, dim: int, chunk: i
     starts = (time - first) % chunk == 0
     before = torch.cat((time.new_zeros(1), starts.cumsum(0)))  # chunks that start before each token
     slot = torch.where(starts, before[:-1], rows)  # the last, dropped row takes what starts no chunk
-    table = time.new_zeros(rows + 1, 5)
-    for column, value in ((0, time), (2, active), (3, document)):
-        table[:, column] = table[:, column].scatter(0, slot, value)
-    table[:, 1] = time.new_zeros(rows + 1).scatter_add(0, before[1:] - 1, torch.ones_like(time))
-    after = table.roll(-1, 0)
-    table[:, 4] = torch.where((after[:, 1] > 0) & (after[:, 3] == table[:, 3]), after[:, 2], 0)
+    begin, opened, owner = (time.new_zeros(rows + 1).scatter(0, slot, x) for x in (time, active, document))
+    size = time.new_zeros(rows + 1).scatter_add(0, before[1:] - 1, torch.ones_like(time))
+    goes_on = (size.roll(-1) > 0) & (owner.roll(-1) == owner)
+    chunks = (begin | size << 32 | opened << 40 | torch.where(goes_on, opened.roll(-1), 0) << 52)[:rows]
     shut = active[:, None] <= TILE * torch.arange(-(-dim // TILE), device=device)
     shut = (shut & starts[:, None]).long()
     opens = before[bounds[:-1]][:, None] + time.new_zeros(count, shut.shape[1]).index_add(0, document, shut)
     ends = torch.stack((before[bounds[:-1]], before[bounds[1:]]), 1)
-    return Plan(table[:rows].int().contiguous(), torch.cat((ends, opens), 1).int().contiguous())
+    return Plan(chunks, torch.cat((ends, opens), 1).int().contiguous())
 
 
 @lru_cache(maxsize=64)
