@@ -237,6 +237,12 @@ def gradients_of(
     dstates += slot * V * K
     dg += tile * span
     gate = gates + slot * 6 * C
+    running = tl.load(gate + 3 * C + o)
+    before = running
+    if WINDOW or (DELTA and HAS_G and not DECAYED):
+        before = tl.load(gate + 4 * C + o)
+    late = before if WINDOW else running  # the log decay with which a token reads
+    end = tl.load(gate + 4 * C - 1)
     tokens = tl.where(here, token, 0)
     if BRING:  # the compiler has registers for the first loads alone, and waits for those before it asks for the rest
         bring_columns(do, fresh, dv, states, dstates, tokens, tile * KT, 0, values, K, V, C, KT, BV, DELTA)
@@ -244,12 +250,6 @@ def gradients_of(
         bring(k + tile * KT, tokens * K, KT)
         if HAS_P:
             bring(p + tile * KT, tokens * K, KT)
-    running = tl.load(gate + 3 * C + o)
-    before = running
-    if WINDOW or (DELTA and HAS_G and not DECAYED):
-        before = tl.load(gate + 4 * C + o)
-    late = before if WINDOW else running  # the log decay with which a token reads
-    end = tl.load(gate + 4 * C - 1)
     # What is small is fetched here: a wait for memory between two products is a wait of the whole program.
     reads = tl.load(gate + o)
     left = tl.load(gate + C + o)
@@ -263,7 +263,8 @@ def gradients_of(
         omega = at_least(own * follows + tl.load(gate + 2 * C + o), FLOOR)
 
     x_q = tl.zeros([C, KT], tl.float32)
-    x_k = tl.zeros([KT, C] if DELTA else [C, KT], tl.float32)
+    TURNED: tl.constexpr = DELTA or WINDOW  # dk is worked out turned, so that the matrix of pairs is used as it stands
+    x_k = tl.zeros([KT, C] if TURNED else [C, KT], tl.float32)
     x_p = tl.zeros([C, KT], tl.float32)
     held = 0.0
     if ONE:
@@ -289,14 +290,15 @@ def gradients_of(
             b_ds = state_tile(dstates, row, keys, v0, values, K, BV)
             asked = tl.dot(b_do, tl.trans(b_u), asked, input_precision=PRECISION)
             x_q = tl.dot(b_do, b_s, x_q, input_precision=PRECISION)
-            if DELTA:
+            if TURNED:
                 x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), x_k, input_precision=PRECISION)
-                b_e = columns_of(dv, o, here, v0, values, H, V, BV)
-                other = tl.dot(b_e, tl.trans(b_u), other, input_precision=PRECISION)
-                x_p = tl.dot(b_e, b_s, x_p, input_precision=PRECISION)
             else:
                 x_k = tl.dot(b_u, b_ds, x_k, input_precision=PRECISION)
                 other = tl.dot(b_u, tl.trans(b_do), other, input_precision=PRECISION)
+            if DELTA:
+                b_e = columns_of(dv, o, here, v0, values, H, V, BV)
+                other = tl.dot(b_e, tl.trans(b_u), other, input_precision=PRECISION)
+                x_p = tl.dot(b_e, b_s, x_p, input_precision=PRECISION)
             if HAS_G:
                 held += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
         b_q = tl.load(rows_at(q, 0, o, row, H * K), mask=mask, other=0.0)
@@ -321,13 +323,14 @@ def gradients_of(
         x_q += (own * near)[:, None] * b_k.to(tl.float32)
     tl.store(rows_at(dq, 0, o, row, H * K), x_q.to(dtype), mask=inside)
 
-    if DELTA:  # dk is worked out turned, so that what was asked and missed is used as it stands
+    if TURNED:
         if ONE:
             x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), input_precision=PRECISION)
         x_k *= left[None, :]
         if HAS_G:
             d_total = tl.sum(x_k * tl.trans(b_k).to(tl.float32))
         x_k = tl.dot(tl.trans(b_q), b_pairs, x_k, input_precision=PRECISION)
+    if DELTA:
         b_p = b_k
         if HAS_P:
             b_p = tl.load(rows_at(p, 0, o, row, H * K), mask=mask, other=0.0)
@@ -344,17 +347,16 @@ def gradients_of(
         d_before = tl.sum(x_p * b_p.to(tl.float32), 1)
         if HAS_P:
             tl.store(rows_at(dp, 0, o, row, H * K), x_p.to(dtype), mask=inside)
+    if TURNED:
         x_k = tl.trans(x_k)
-    else:  # with one product each way this is the faster
+    else:  # with few products this is the faster
         if ONE:
             x_k = tl.dot(b_u, b_ds, input_precision=PRECISION)
             other = tl.dot(b_u, tl.trans(b_do), input_precision=PRECISION)
         x_k *= left[:, None]
         if HAS_G:
             d_total = tl.sum(x_k * b_k.to(tl.float32))
-        pairs = wrote_before(other, late, running, C, not WINDOW, True, HAS_G) * scale
-        if WINDOW:
-            pairs *= omega[:, None]
+        pairs = wrote_before(other, late, running, C, True, True, HAS_G) * scale
         x_k = tl.dot(pairs.to(dtype), b_q, x_k, input_precision=PRECISION)
     if HAS_G:
         d_write = -tl.sum(x_k * b_k.to(tl.float32), 1)
