@@ -24,10 +24,12 @@ run is its autotuning. With Triton 3.4 to 3.7.0 on Hopper fla refuses its gated 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -527,6 +529,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     warnings.simplefilter("ignore")
+    faulthandler.register(signal.SIGTERM, chain=True)  # what it was at when the time was up
     if not torch.cuda.is_available():
         print("no CUDA device; this benchmark times GPU kernels", file=sys.stderr)
         return 2
@@ -550,8 +553,8 @@ def main() -> int:
     backends = [r for r in peers if r not in wrong["fla"]]  # a check of fla is one of our call of it
     rows: list[Row] = []
     for item in () if arguments.no_time else items:
-        rows += time_item(item, peers, backends, arguments.brief) if item[1] in right else []
         print(f"{time.time() - begin:.0f} s: {item[0]} {item[1]}", flush=True)
+        rows += time_item(item, peers, backends, arguments.brief) if item[1] in right else []
         save(arguments, checks, rows)  # what is timed stays, whatever comes
     if "cold" in arguments.only and not arguments.no_time:
         rows += time_cold(right, arguments.patience, arguments.jobs)

@@ -78,7 +78,7 @@ class Case:
 
 
 def verify(case: Case) -> dict[str, float]:
-    """The relative errors of out, final state and every gradient against the fp64 chunk form."""
+    """The relative errors of out, with and without gradients, final state and every gradient against the fp64 chunk form."""
     tensors = inputs(case.rule, case.size, case.dtype, case.decay)
     bounds = torch.tensor(PACKED, device="cuda") if case.packed else None
     keywords: dict[str, Any] = {"activation": gate(case.size, case.blocks, case.axis, 256, bounds), "axis": case.axis}
@@ -87,6 +87,7 @@ def verify(case: Case) -> dict[str, float]:
     held = [torch.randn(documents, *case.size[2:], device="cuda")] if case.initial and case.rule != "swla" else []
     results = []
     upstream: tuple[Tensor, Tensor] | None = None
+    alone = tensors["v"]
     for call, kind in ((_call(case), None), (getattr(ops, case.rule), torch.float64)):  # float64 goes to the chunk form
         given = {n: x.detach().to(kind or x.dtype).requires_grad_() for n, x in tensors.items()}
         state = [x.to(kind or x.dtype).requires_grad_() for x in held]
@@ -94,10 +95,12 @@ def verify(case: Case) -> dict[str, float]:
         final = getattr(final, "matrix", final)
         if upstream is None:
             upstream = torch.randn_like(out), torch.randn_like(final)
+            with torch.no_grad():  # a forward that keeps nothing is another kernel
+                alone, _ = call(**given, **keywords, initial_state=state[0] if state else None)
         grads = torch.autograd.grad((out, final), [*given.values(), *state], [x.to(kind or x.dtype) for x in upstream])
         results.append((out, final, *grads))
     names = ["out", "state", *(f"d{n}" for n in tensors), *(["dinitial"] if held else [])]
-    return {n: error(a, b) for n, a, b in zip(names, *results)}
+    return {n: error(a, b) for n, a, b in zip(names, *results)} | {"out alone": error(alone, results[1][0])}
 
 
 def _call(case: Case) -> Callable[..., Any]:

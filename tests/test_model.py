@@ -16,6 +16,7 @@ from proteus_lm import ProteusCache, ProteusConfig, ProteusForCausalLM
 from proteus_lm.mixers import MACMixer, titans_mac
 from proteus_lm.mixers.base import ResidualLinear
 from proteus_lm.mixers.norm import RMSNorm
+from proteus_lm.ops import cross_entropy as cross_entropy_pieces
 from tests.mixers.models import assert_near, cases, make, options, tokens
 
 every = pytest.mark.parametrize("fields", cases())
@@ -43,6 +44,77 @@ def test_the_loss_is_fp32_under_autocast_and_zero_where_nothing_is_scored():
     nothing = model(ids, labels=torch.full_like(ids, -100))
     nothing.loss.backward()
     assert nothing.loss == 0 and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def learnt(model, *inputs, **more):
+    """Loss and the gradient of every parameter."""
+    model.zero_grad()
+    out = model(*inputs, **more)
+    out.loss.backward()
+    return [out.loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 0]])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("rows", "more"),
+    [(2, {}), (2, {"attention_mask": MASK}), (1, {"cu_seqlens": torch.tensor([0, 2, 6, 9])})],
+    ids=["rows", "mask", "packed"],
+)
+def test_a_loss_without_logits_is_the_loss_with_them(tied, rows, more, monkeypatch):
+    monkeypatch.setattr(cross_entropy_pieces, "CPU_TOKENS", 4)  # so that nine tokens are several pieces
+    monkeypatch.setattr(cross_entropy_pieces, "CPU_BYTES", 1)
+    model, ids = make(options("comba", tie_word_embeddings=tied)), tokens(rows, 9)
+    labels = ids.clone()
+    labels[0, 4] = -100
+    right = learnt(model, ids, labels=labels, **more)
+    monkeypatch.setattr(model.lm_head, "forward", None)  # which nobody calls
+    assert model(ids, labels=labels, skip_logits=True, **more).logits is None
+    assert len(model(ids, labels=labels, skip_logits=True, return_dict=False, use_cache=False, **more)) == 1
+    for one, two in zip(learnt(model, ids, labels=labels, skip_logits=True, **more), right, strict=True):
+        assert_near(one, two)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_shifted_labels_are_scored_as_they_stand_and_divided_by_the_number_that_is_given(skip):
+    model, ids = make(options("comba")), tokens(2, 9)
+    labels = torch.full_like(ids, -100)
+    labels[:, :-1] = ids[:, 1:]
+    mean = model(ids, labels=ids).loss
+    assert_near(model(ids, shift_labels=labels, skip_logits=skip).loss, mean)
+    assert_near(model(ids, shift_labels=labels, skip_logits=skip, num_items_in_batch=4).loss, mean * 16 / 4)
+    assert_near(model(ids, labels=ids, skip_logits=skip, num_items_in_batch=torch.tensor(4)).loss, mean * 16 / 4)
+    masked = model(ids, shift_labels=labels, attention_mask=MASK, skip_logits=skip).loss
+    scores = cross_entropy(model(ids, attention_mask=MASK).logits.flatten(0, 1), labels.flatten(), reduction="none")
+    assert_near(masked, scores[(MASK.bool() & (labels != -100)).flatten()].mean())
+
+
+def test_without_logits_nothing_scored_is_a_loss_of_zero_and_autocast_keeps_fp32():
+    model, ids = make(options("comba"), torch.float32), tokens(2, 7)
+    loss, *grads = learnt(model, ids, labels=torch.full_like(ids, -100), skip_logits=True)
+    assert loss == 0 and not any(g.any() for g in grads)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids, skip_logits=True).loss
+        right = model(ids, labels=ids).loss
+    assert loss.dtype == torch.float32
+    assert_near(loss, right)  # of the same logits
+
+
+def test_a_model_in_bf16_has_a_loss_without_logits():
+    model, ids = make(options("comba"), torch.bfloat16), tokens(2, 7)
+    right = learnt(model, ids, labels=ids)
+    for one, two in zip(learnt(model, ids, labels=ids, skip_logits=True), right, strict=True):
+        assert one.dtype == two.dtype
+        assert_near(one.float(), two.float(), 3e-2)  # 8 bits, rounded in other places
+
+
+def test_a_head_that_is_more_than_its_weight_is_not_skipped():
+    model, ids = make(options("comba")), tokens(2, 7)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="skip_logits reads the weight of a plain linear head"):
+        model(ids, labels=ids, skip_logits=True)
 
 
 # Files.
@@ -225,6 +297,18 @@ def test_compiled_training_equals_eager_and_compiles_once(fields):
     assert counts[0] >= 1 and len(set(counts)) == 1
 
 
+def test_compiled_training_without_logits_equals_eager_in_one_graph():
+    model = make(options("comba"), torch.float32).train()
+    with counting_compiler() as (backend, graphs):
+        compiled = torch.compile(model, backend=backend)
+        for step in range(2):
+            ids = tokens(2, 23, seed=step)
+            inputs = {"shift_labels": ids.roll(-1, 1), "num_items_in_batch": 46, "skip_logits": True}
+            for one, two in zip(learnt(compiled, ids, **inputs), learnt(model, ids, **inputs), strict=True):
+                assert_near(one, two)
+    assert len(graphs) == 1
+
+
 @every
 def test_every_layer_sees_the_position_that_the_model_read_once(fields, monkeypatch):
     model, ids = make(fields), tokens(2, 5)
@@ -317,6 +401,14 @@ def applied(module):
         ({"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 1, 5, 5)}, ["(2, 1, 5, 5)"]),
         ({"input_ids": tokens(2, 5), "labels": tokens(2, 4)}, ["(2, 4)", "(2, 5)"]),
         ({"input_ids": tokens(2, 5), "labels": tokens(2, 5), "logits_to_keep": 1}, ["logits_to_keep"]),
+        ({"input_ids": tokens(2, 5), "shift_labels": tokens(2, 4)}, ["(2, 4)", "(2, 5)"]),
+        (
+            {"input_ids": tokens(2, 5), "labels": tokens(2, 5), "shift_labels": tokens(2, 5)},
+            ["labels and shift_labels", "give one"],
+        ),
+        ({"input_ids": tokens(2, 5), "skip_logits": True}, ["skip_logits", "give labels"]),
+        ({"input_ids": tokens(2, 5), "num_items_in_batch": 5}, ["num_items_in_batch", "give labels"]),
+        ({"input_ids": tokens(1, 2), "shift_labels": torch.tensor([[3, 99]])}, ["labels holds 99,", "-100"]),
         ({"input_ids": torch.tensor([[3, 31]])}, ["input_ids holds 31,", "vocabulary of 31", "0 to 30"]),
         ({"input_ids": torch.tensor([[3, -1]])}, ["input_ids holds -1,", "vocabulary of 31"]),
         ({"input_ids": torch.tensor([[3, -100]])}, ["input_ids holds -100,"]),

@@ -22,12 +22,12 @@ from proteus_lm.mixers.base import Mixer, ResidualLinear
 from proteus_lm.mixers.norm import RMSNorm, wide
 from proteus_lm.mixers.state import map_state
 from proteus_lm.mlp import MLP
+from proteus_lm.ops.cross_entropy import IGNORED, linear_cross_entropy
 from proteus_lm.ops.rows import check_floating, check_packed
 from proteus_lm.sequence import TokenSequence, Unpadding
 from proteus_lm.wave import run_wave
 
 INIT_STD = 0.02
-IGNORED = -100
 # transformers 5.2x renames `past_key_values` to `cache`; both names are taken, and the one it knows is given back.
 CACHE_NAME = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
 
@@ -220,6 +220,9 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cache: ProteusCache | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        skip_logits: bool = False,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits, and the mean loss over the labels.
 
@@ -237,10 +240,16 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: logits of the last so many columns only; 0 for all.
             output_hidden_states: also give the embeddings and each layer's output, (B, T, hidden) each.
             return_dict: False for a plain tuple.
+            shift_labels: int64 (B, T) in place of `labels`: what each token is scored on, as it stands (-100: not). Masked tokens
+                are not scored. This and the next two have the names that transformers and Liger gave them.
+            num_items_in_batch: divide the summed loss by this, tokens of all micro-batches, not by those scored here.
+            skip_logits: with labels, the loss by pieces of tokens, which never holds all logits (`ops.cross_entropy`), and None
+                for the logits. First derivatives only. `lm_head` is not called: its weight is read.
 
         Raises:
             ValueError: for inputs that do not fit together. On the CPU also for ids and labels outside the vocabulary and masks of
-                other values than 0 and 1; on a GPU, which would have to be waited for, ids and labels stop its own kernels.
+                other values than 0 and 1; on a GPU, which would have to be waited for, ids and labels stop its own kernels
+                (labels with `skip_logits` make the loss NaN).
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
@@ -250,19 +259,30 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         past = past_key_values if past_key_values is not None else cache
         if use_cache is None:
             use_cache = past is not None or (self.config.use_cache and not self.training)
-        self._check(tokens, attention_mask, past, labels, cu_seqlens, logits_to_keep)
+        given = labels if shift_labels is None else shift_labels
+        self._check(tokens, attention_mask, past, given, cu_seqlens, logits_to_keep)
+        self._check_loss(labels, shift_labels, num_items_in_batch, skip_logits)
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
         unpadding = None if mask is None else Unpadding(mask)
-        self._check_ids(input_ids, labels, unpadding)
+        self._check_ids(input_ids, given, unpadding)
 
         x = tokens if unpadding is None else unpadding.take(tokens)
         x = self.embed_tokens(x) if inputs_embeds is None else x
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden, states, position = self._run(x, past, bool(use_cache), cu_seqlens, unpadding, bool(output_hidden_states))
-        last = hidden[-1] if unpadding is None else unpadding.put(hidden[-1])
-        logits = self.lm_head(last[:, -logits_to_keep:])
-        loss = None if labels is None else _loss(logits, labels, cu_seqlens, unpadding)
+        logits = loss = None
+        if not skip_logits:
+            last = hidden[-1] if unpadding is None else unpadding.put(hidden[-1])
+            logits = self.lm_head(last[:, -logits_to_keep:])
+        if given is not None:
+            targets = _targets(given, cu_seqlens, unpadding, shifted=shift_labels is not None)
+            if logits is None:
+                loss = linear_cross_entropy(hidden[-1], self.lm_head.weight, targets)
+            else:
+                loss = _loss(logits, targets if unpadding is None else unpadding.put(targets, IGNORED))
+            scored = (targets != IGNORED).sum().clamp(min=1)
+            loss = loss / (scored if num_items_in_batch is None else num_items_in_batch)
         if use_cache:
             past = ProteusCache() if past is None else past
             past.states, past.position, past.seen = states, position, past.seen + tokens.shape[1]
@@ -329,6 +349,21 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                     "cu_seqlens with positions 'window', where position and memory run through the whole window; leave "
                     "cu_seqlens out, or use positions 'document'"
                 )
+
+    def _check_loss(
+        self, labels: Tensor | None, shift_labels: Tensor | None, num_items: int | Tensor | None, skip_logits: bool
+    ) -> None:
+        """Raise ValueError for arguments of the loss that do not fit together."""
+        if labels is not None and shift_labels is not None:
+            raise ValueError(
+                "labels and shift_labels together; give one: shift_labels are scored as they stand, labels one token on"
+            )
+        if labels is None and shift_labels is None and (skip_logits or num_items is not None):
+            raise ValueError("skip_logits and num_items_in_batch are for a loss; give labels (or shift_labels) with them")
+        if skip_logits and (type(self.lm_head) is not nn.Linear or self.lm_head.bias is not None):
+            raise ValueError(
+                f"skip_logits reads the weight of a plain linear head without bias, and lm_head is {self.lm_head}; leave it out"
+            )
 
     def _check_ids(self, ids: Tensor | None, labels: Tensor | None, unpadding: Unpadding | None) -> None:
         """Raise ValueError for ids or labels outside the vocabulary, masked ones aside, where the host can look without waiting."""
@@ -436,15 +471,19 @@ def _run_rows(
     return x, state if part is None else block.mixer.put_rows(state, kept, part)
 
 
-def _loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None, unpadding: Unpadding | None) -> Tensor:
-    """Mean over the scored tokens of -log p(next token), in fp32 or wider; 0 where nothing is scored."""
-    packed = labels if unpadding is None else unpadding.take(labels)
+def _targets(labels: Tensor, cu_seqlens: Tensor | None, unpadding: Unpadding | None, shifted: bool) -> Tensor:
+    """What each token that the layers saw is scored on, IGNORED for none: its document's next label, or with `shifted` its own."""
+    targets = labels if unpadding is None else unpadding.take(labels)
+    if shifted:
+        return targets
     cu_seqlens = cu_seqlens if unpadding is None else unpadding.cu_seqlens
-    targets = torch.full_like(packed, IGNORED)
-    targets[:, :-1] = packed[:, 1:]
+    following = torch.full_like(targets, IGNORED)
+    following[:, :-1] = targets[:, 1:]
     if cu_seqlens is not None:
-        targets[:, cu_seqlens[1:].long() - 1] = IGNORED
-    if unpadding is not None:
-        targets = unpadding.put(targets, IGNORED)
-    total = cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)
+        following[:, cu_seqlens[1:].long() - 1] = IGNORED
+    return following
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over the scored tokens of -log p(target), in fp32 or wider."""
+    return cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")

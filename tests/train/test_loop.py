@@ -166,7 +166,7 @@ def test_after_a_signal_its_handler_is_given_back_and_the_run_goes_on(recipe, tm
 
 
 def spoil(monkeypatch, at: int, times: int = 1, what: str = "loss"):
-    """Make the loss of one step NaN, or only the gradient of one parameter infinite."""
+    """Make the loss of one step NaN, or only its gradient infinite."""
     forward, calls = ProteusForCausalLM.forward, [0]
 
     def spoilt(self, *args, **kwargs):
@@ -175,9 +175,9 @@ def spoil(monkeypatch, at: int, times: int = 1, what: str = "loss"):
             calls[0] += 1
             if at <= calls[0] < at + times:
                 if what == "loss":
-                    output.logits = output.logits * float("nan")
+                    output.loss = output.loss * float("nan")
                 else:
-                    output.logits.register_hook(lambda gradient: gradient * float("inf"))
+                    output.loss.register_hook(lambda gradient: gradient * float("inf"))
         return output
 
     monkeypatch.setattr(ProteusForCausalLM, "forward", spoilt)

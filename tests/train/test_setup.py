@@ -125,7 +125,7 @@ def test_parameters_without_a_gradient_are_said(recipe, tmp_path, capsys, monkey
 
     def cut(self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
-        output.logits = self.lm_head(output.logits.detach()[..., : self.config.hidden_size])
+        output.loss = self.lm_head.weight.square().sum()
         return output
 
     monkeypatch.setattr(ProteusForCausalLM, "forward", cut)

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from proteus_lm.data.loader import Batch, cu_seqlens
+from proteus_lm.ops.cross_entropy import IGNORED
 from proteus_lm.run import NONFINITE
 from proteus_lm.train.ranks import Ranks
-
-IGNORED = -100
 
 
 class NonFiniteError(FloatingPointError):
@@ -78,9 +76,14 @@ class Piece:
     def run(self, ids: Tensor, targets: Tensor, boundaries: Tensor | None, predictions: int) -> Tensor:
         """The same, of tensors on the device."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
-            logits = self.forward(input_ids=ids, cu_seqlens=boundaries, use_cache=False).logits
-        summed = cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        loss = summed / predictions
+            loss = self.forward(
+                input_ids=ids,
+                cu_seqlens=boundaries,
+                use_cache=False,
+                shift_labels=targets,
+                num_items_in_batch=predictions,
+                skip_logits=True,
+            ).loss
         loss.backward()
         return loss.detach()
 

@@ -263,8 +263,7 @@ def gradients_of(
         omega = at_least(own * follows + tl.load(gate + 2 * C + o), FLOOR)
 
     x_q = tl.zeros([C, KT], tl.float32)
-    TURNED: tl.constexpr = DELTA or WINDOW  # dk is worked out turned, so that the matrix of pairs is used as it stands
-    x_k = tl.zeros([KT, C] if TURNED else [C, KT], tl.float32)
+    x_k = tl.zeros([KT, C] if DELTA else [C, KT], tl.float32)
     x_p = tl.zeros([C, KT], tl.float32)
     held = 0.0
     if ONE:
@@ -290,15 +289,14 @@ def gradients_of(
             b_ds = state_tile(dstates, row, keys, v0, values, K, BV)
             asked = tl.dot(b_do, tl.trans(b_u), asked, input_precision=PRECISION)
             x_q = tl.dot(b_do, b_s, x_q, input_precision=PRECISION)
-            if TURNED:
-                x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), x_k, input_precision=PRECISION)
-            else:
-                x_k = tl.dot(b_u, b_ds, x_k, input_precision=PRECISION)
-                other = tl.dot(b_u, tl.trans(b_do), other, input_precision=PRECISION)
             if DELTA:
+                x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), x_k, input_precision=PRECISION)
                 b_e = columns_of(dv, o, here, v0, values, H, V, BV)
                 other = tl.dot(b_e, tl.trans(b_u), other, input_precision=PRECISION)
                 x_p = tl.dot(b_e, b_s, x_p, input_precision=PRECISION)
+            else:
+                x_k = tl.dot(b_u, b_ds, x_k, input_precision=PRECISION)
+                other = tl.dot(b_u, tl.trans(b_do), other, input_precision=PRECISION)
             if HAS_G:
                 held += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
         b_q = tl.load(rows_at(q, 0, o, row, H * K), mask=mask, other=0.0)
@@ -323,14 +321,13 @@ def gradients_of(
         x_q += (own * near)[:, None] * b_k.to(tl.float32)
     tl.store(rows_at(dq, 0, o, row, H * K), x_q.to(dtype), mask=inside)
 
-    if TURNED:
+    if DELTA:  # dk is worked out turned, so that what was asked and missed is used as it stands
         if ONE:
             x_k = tl.dot(tl.trans(b_ds), tl.trans(b_u), input_precision=PRECISION)
         x_k *= left[None, :]
         if HAS_G:
             d_total = tl.sum(x_k * tl.trans(b_k).to(tl.float32))
         x_k = tl.dot(tl.trans(b_q), b_pairs, x_k, input_precision=PRECISION)
-    if DELTA:
         b_p = b_k
         if HAS_P:
             b_p = tl.load(rows_at(p, 0, o, row, H * K), mask=mask, other=0.0)
@@ -347,16 +344,17 @@ def gradients_of(
         d_before = tl.sum(x_p * b_p.to(tl.float32), 1)
         if HAS_P:
             tl.store(rows_at(dp, 0, o, row, H * K), x_p.to(dtype), mask=inside)
-    if TURNED:
         x_k = tl.trans(x_k)
-    else:  # with few products this is the faster
+    else:  # with one product each way this is the faster
         if ONE:
             x_k = tl.dot(b_u, b_ds, input_precision=PRECISION)
             other = tl.dot(b_u, tl.trans(b_do), input_precision=PRECISION)
         x_k *= left[:, None]
         if HAS_G:
             d_total = tl.sum(x_k * b_k.to(tl.float32))
-        pairs = wrote_before(other, late, running, C, True, True, HAS_G) * scale
+        pairs = wrote_before(other, late, running, C, not WINDOW, True, HAS_G) * scale
+        if WINDOW:
+            pairs *= omega[:, None]
         x_k = tl.dot(pairs.to(dtype), b_q, x_k, input_precision=PRECISION)
     if HAS_G:
         d_write = -tl.sum(x_k * b_k.to(tl.float32), 1)

@@ -1,4 +1,5 @@
-"""GPU kernels (Triton) of what stands beside a memory: L2 norm, RMS norm with its gate, convolution with SiLU, Comba's vectors.
+"""GPU kernels (Triton) of what stands beside a memory: L2 norm, RMS norm with its gate, convolution with SiLU, Comba's vectors, and
+(`cross_entropy.py`, for `ops.cross_entropy`) the softmax of logits.
 
 Eager PyTorch passes over the tokens 7 to 20 times for each of these; a kernel passes once forward and once backward. `runs` says
 whether the kernels take some tensors; where they do not, the mixers run the same mathematics in PyTorch. Under `torch.compile` they
