@@ -534,7 +534,7 @@ def main() -> int:
         print("no CUDA device; this benchmark times GPU kernels", file=sys.stderr)
         return 2
     shorten_tuning()
-    # torch.compile, if it comes first, moves Triton's cache for this process alone, which then tunes again what others tuned for it.
+    # torch.compile, if it comes first, moves Triton's cache for this process alone, which then tunes anew what others tuned for it.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"))
     if arguments.child:
         if arguments.child.startswith(("tune", "check:fla")):
