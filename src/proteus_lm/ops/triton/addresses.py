@@ -49,12 +49,13 @@ def within(column, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def bring(x, rows, WIDTH: tl.constexpr):
-    """Ask for rows of WIDTH elements at x + rows (R,) to be brought to the L2 cache; nothing waits, no register is taken.
+def bring(x, rows, width, WIDTH: tl.constexpr):
+    """Ask for rows of `width` elements, at most WIDTH, at x + rows (R,) to be brought to the L2 cache. Nothing waits, no
+    register is taken, and no address lies outside of the rows.
 
     Not for the interpreter, which knows no assembly.
     """
     LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     LINES: tl.constexpr = WIDTH // LINE if WIDTH > LINE else 1
-    at = x + rows[:, None] + (tl.arange(0, LINES) * LINE)[None, :]
+    at = x + rows[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, width - 1)[None, :]
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)

@@ -187,14 +187,14 @@ def bring_columns(
     """Ask for columns v0 .. v0 + BV, and of the states KT rows from `row` on, ahead of the loads; for none from `values` on."""
     if v0 < values:
         column = tl.minimum(v0 + tl.arange(0, BV), values - 1)
-        bring(do + v0, tokens * V, BV)
+        bring(do + v0, tokens * V, V - v0, BV)
         if DELTA:
-            bring(fresh, column * C, C)
-            bring(dv + v0, tokens * V, BV)
+            bring(fresh, column * C, C, C)
+            bring(dv + v0, tokens * V, V - v0, BV)
         else:
-            bring(fresh + v0, tokens * V, BV)
-        bring(states + row, column * K, KT)
-        bring(dstates + row, column * K, KT)
+            bring(fresh + v0, tokens * V, V - v0, BV)
+        bring(states + row, column * K, K - row, KT)
+        bring(dstates + row, column * K, K - row, KT)
 
 
 @triton.jit
@@ -246,10 +246,10 @@ def gradients_of(
     tokens = tl.where(here, token, 0)
     if BRING:  # the compiler has registers for the first loads alone, and waits for those before it asks for the rest
         bring_columns(do, fresh, dv, states, dstates, tokens, tile * KT, 0, values, K, V, C, KT, BV, DELTA)
-        bring(q + tile * KT, tokens * K, KT)
-        bring(k + tile * KT, tokens * K, KT)
+        bring(q + tile * KT, tokens * K, K - tile * KT, KT)
+        bring(k + tile * KT, tokens * K, K - tile * KT, KT)
         if HAS_P:
-            bring(p + tile * KT, tokens * K, KT)
+            bring(p + tile * KT, tokens * K, K - tile * KT, KT)
     # What is small is fetched here: a wait for memory between two products is a wait of the whole program.
     reads = tl.load(gate + o)
     left = tl.load(gate + C + o)
