@@ -57,6 +57,16 @@ def learnt(model, *inputs, **more):
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 0]])
 
 
+def never_called(module, monkeypatch):
+    whole = torch.nn.Linear.forward
+
+    def forward(self, x):
+        assert self is not module, "the head was called"
+        return whole(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("rows", "more"),
@@ -70,7 +80,7 @@ def test_a_loss_without_logits_is_the_loss_with_them(tied, rows, more, monkeypat
     labels = ids.clone()
     labels[0, 4] = -100
     right = learnt(model, ids, labels=labels, **more)
-    monkeypatch.setattr(model.lm_head, "forward", None)  # which nobody calls
+    never_called(model.lm_head, monkeypatch)
     assert model(ids, labels=labels, skip_logits=True, **more).logits is None
     assert len(model(ids, labels=labels, skip_logits=True, return_dict=False, use_cache=False, **more)) == 1
     for one, two in zip(learnt(model, ids, labels=labels, skip_logits=True, **more), right, strict=True):
@@ -108,6 +118,25 @@ def test_a_model_in_bf16_has_a_loss_without_logits():
     for one, two in zip(learnt(model, ids, labels=ids, skip_logits=True), right, strict=True):
         assert one.dtype == two.dtype
         assert_near(one.float(), two.float(), 3e-2)  # 8 bits, rounded in other places
+
+
+def test_a_head_with_hooks_or_a_forward_of_its_own_is_not_skipped(monkeypatch):
+    """Offload, pruning and patches work through these, and a weight that is read hears nothing of them."""
+    model, ids = make(options("comba")), tokens(2, 7)
+    for add in (model.lm_head.register_forward_hook, model.lm_head.register_forward_pre_hook):
+        handle = add(lambda *_: None)
+        with pytest.raises(ValueError, match="lm_head has hooks or another forward"):
+            model(ids, labels=ids, skip_logits=True)
+        handle.remove()
+    assert model(ids, labels=ids, skip_logits=True).loss.isfinite()
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: x)
+    with pytest.raises(ValueError, match="leave skip_logits out"):
+        model(ids, labels=ids, skip_logits=True)
+
+
+def test_transformers_trainer_hands_on_the_number_of_scored_tokens():
+    """By this attribute it knows that a model divides by them: without it micro-batches of unlike sizes would weigh alike."""
+    assert ProteusForCausalLM.accepts_loss_kwargs is True
 
 
 def test_a_head_that_is_more_than_its_weight_is_not_skipped():
@@ -408,7 +437,11 @@ def applied(module):
         ),
         ({"input_ids": tokens(2, 5), "skip_logits": True}, ["skip_logits", "give labels"]),
         ({"input_ids": tokens(2, 5), "num_items_in_batch": 5}, ["num_items_in_batch", "give labels"]),
-        ({"input_ids": tokens(1, 2), "shift_labels": torch.tensor([[3, 99]])}, ["labels holds 99,", "-100"]),
+        *(
+            ({"input_ids": tokens(2, 5), "labels": tokens(2, 5), "num_items_in_batch": number}, ["num_items_in_batch", "above 0"])
+            for number in (0, -3, "4", torch.tensor([4]), torch.tensor(0))
+        ),
+        ({"input_ids": tokens(1, 2), "shift_labels": torch.tensor([[3, 99]])}, ["shift_labels holds 99,", "-100"]),
         ({"input_ids": torch.tensor([[3, 31]])}, ["input_ids holds 31,", "vocabulary of 31", "0 to 30"]),
         ({"input_ids": torch.tensor([[3, -1]])}, ["input_ids holds -1,", "vocabulary of 31"]),
         ({"input_ids": torch.tensor([[3, -100]])}, ["input_ids holds -100,"]),

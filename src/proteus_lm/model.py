@@ -61,6 +61,8 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["Block"]  # noqa: RUF012
     _is_stateful = True
     _supports_sdpa = True
+    accepts_loss_kwargs = True
+    """transformers' Trainer hands `num_items_in_batch` on to models that say so."""
 
     def __init__(self, config: ProteusConfig) -> None:
         super().__init__(config)
@@ -260,11 +262,12 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = past is not None or (self.config.use_cache and not self.training)
         given = labels if shift_labels is None else shift_labels
-        self._check(tokens, attention_mask, past, given, cu_seqlens, logits_to_keep)
+        name = "labels" if shift_labels is None else "shift_labels"
+        self._check(tokens, attention_mask, past, given, cu_seqlens, logits_to_keep, name)
         self._check_loss(labels, shift_labels, num_items_in_batch, skip_logits)
         mask = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
         unpadding = None if mask is None else Unpadding(mask)
-        self._check_ids(input_ids, given, unpadding)
+        self._check_ids(input_ids, given, unpadding, name)
 
         x = tokens if unpadding is None else unpadding.take(tokens)
         x = self.embed_tokens(x) if inputs_embeds is None else x
@@ -282,7 +285,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             else:
                 loss = _loss(logits, targets if unpadding is None else unpadding.put(targets, IGNORED))
             scored = (targets != IGNORED).sum().clamp(min=1)
-            loss = loss / (scored if num_items_in_batch is None else num_items_in_batch)
+            loss = loss / _divisor(scored if num_items_in_batch is None else num_items_in_batch, loss.dtype)
         if use_cache:
             past = ProteusCache() if past is None else past
             past.states, past.position, past.seen = states, position, past.seen + tokens.shape[1]
@@ -302,8 +305,9 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None,
         cu_seqlens: Tensor | None,
         logits_to_keep: int,
+        name: str,
     ) -> None:
-        """Raise ValueError for inputs that do not fit together."""
+        """Raise ValueError for inputs that do not fit together; `labels` were given under `name`."""
         check_floating("the model", self.embed_tokens.weight.dtype)
         batch, length = tokens.shape[:2]
         if not length or not batch:
@@ -335,9 +339,9 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                     f"attention_mask holds {other[0].item()}; give 1 for a token that counts and 0 for one that does not"
                 )
         if labels is not None and labels.shape != tokens.shape[:2]:
-            raise ValueError(f"labels have shape {tuple(labels.shape)}; they must have that of the tokens, ({batch}, {length})")
+            raise ValueError(f"{name} have shape {tuple(labels.shape)}; they must have that of the tokens, ({batch}, {length})")
         if labels is not None and logits_to_keep:
-            raise ValueError(f"logits_to_keep is {logits_to_keep} with labels: a loss needs all logits; leave it at 0")
+            raise ValueError(f"logits_to_keep is {logits_to_keep} with {name}: a loss needs all logits; leave it at 0")
         if cu_seqlens is not None:
             check_packed(batch, cu_seqlens)
             if mask is not None:
@@ -360,20 +364,31 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if labels is None and shift_labels is None and (skip_logits or num_items is not None):
             raise ValueError("skip_logits and num_items_in_batch are for a loss; give labels (or shift_labels) with them")
-        if skip_logits and (type(self.lm_head) is not nn.Linear or self.lm_head.bias is not None):
+        if isinstance(num_items, Tensor):
+            if num_items.dim() or (_may_look(num_items) and num_items.item() <= 0):
+                raise ValueError(f"num_items_in_batch is a tensor {num_items}; give one number above 0, of no dimension")
+        elif num_items is not None and not (isinstance(num_items, int | float) and num_items > 0):
+            raise ValueError(f"num_items_in_batch is {num_items!r}; give the number of scored tokens, above 0, or leave it out")
+        head = self.lm_head
+        if skip_logits and (type(head) is not nn.Linear or head.bias is not None):
             raise ValueError(
-                f"skip_logits reads the weight of a plain linear head without bias, and lm_head is {self.lm_head}; leave it out"
+                f"skip_logits reads the weight of a plain linear head without bias, and lm_head is {head}; leave it out"
+            )
+        if skip_logits and (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)):
+            raise ValueError(
+                "skip_logits reads lm_head's weight and does not call it, and lm_head has hooks or another forward of its own "
+                "(offload, pruning, a patch), which would not be heard; leave skip_logits out"
             )
 
-    def _check_ids(self, ids: Tensor | None, labels: Tensor | None, unpadding: Unpadding | None) -> None:
-        """Raise ValueError for ids or labels outside the vocabulary, masked ones aside, where the host can look without waiting."""
+    def _check_ids(self, ids: Tensor | None, labels: Tensor | None, unpadding: Unpadding | None, called: str) -> None:
+        """Raise ValueError for ids or labels (`called` so) outside the vocabulary, masked ones aside, where the host can look."""
         size = self.config.vocab_size
-        for name, given, rule in (("input_ids", ids, ""), ("labels", labels, f", or {IGNORED} for a token that is not scored")):
+        for name, given, rule in (("input_ids", ids, ""), (called, labels, f", or {IGNORED} for a token that is not scored")):
             if given is None or not _may_look(given):
                 continue
             values = given if unpadding is None else unpadding.take(given)
             bad = (values < 0) | (values >= size)
-            bad = bad & (values != IGNORED) if name == "labels" else bad
+            bad = bad & (values != IGNORED) if given is labels else bad
             if bad.any():
                 raise ValueError(
                     f"{name} holds {values[bad][0].item()}, outside the model's vocabulary of {size}; give ids from 0 to {size - 1}"
@@ -482,6 +497,11 @@ def _targets(labels: Tensor, cu_seqlens: Tensor | None, unpadding: Unpadding | N
     if cu_seqlens is not None:
         following[:, cu_seqlens[1:].long() - 1] = IGNORED
     return following
+
+
+def _divisor(count: int | Tensor, dtype: torch.dtype) -> int | Tensor:
+    """What a loss of type `dtype` is divided by, and keeps its type."""
+    return count.to(dtype) if isinstance(count, Tensor) else count
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

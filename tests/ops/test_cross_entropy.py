@@ -160,6 +160,9 @@ def test_second_derivatives_are_refused_and_not_left_out():
         (lambda h, w, t: (h[:, 1:], w, t), r"hidden \(9, 15\), weight \(31, 16\)"),
         (lambda h, w, t: (h, w, t[1:]), r"targets \(8,\)"),
         (lambda h, w, t: (h.float(), w, t), "float32 and weight torch.float64"),
+        (lambda h, w, t: (h, w[:0], t), r"weight is \(0, 16\): no words"),
+        (lambda h, w, t: (h, w, t.int()), r"torch.int32; give int64"),
+        (lambda h, w, t: (h, w.to("meta"), t), "hidden is on .*, weight on meta"),
     ],
 )
 def test_what_does_not_fit_together_is_named(change, named):

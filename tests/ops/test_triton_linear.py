@@ -49,10 +49,21 @@ def test_a_decoding_step_agrees_and_leaves_locked_coordinates_alone(name, measur
     assert {k: e for k, e in measured[name].items() if not e < 1e-5} == {}
 
 
+def fields(row):
+    """First token, tokens, open, open next, as `read_row` of the kernels takes them apart."""
+    return [row & 0xFFFFFFFF, row >> 32 & 0xFF, row >> 40 & 0xFFF, row >> 52 & 0xFFF]
+
+
+def test_a_row_of_the_chunk_table_holds_wide_memories():
+    active = torch.tensor([1500, 1500, 4095, 4095])
+    rows = build(torch.tensor([0, 4]), active, 4, 4095, 2, rows=2).chunks.tolist()
+    assert [fields(x) for x in rows] == [[0, 2, 1500, 4095], [2, 2, 4095, 0]]
+
+
 def test_chunks_end_at_unlocks_and_documents_and_know_what_opens_behind_them():
     active = torch.tensor([4] * 3 + [8] * 4 + [4] * 2)
     plan = build(torch.tensor([0, 7, 9]), active, 9, 16, 2, rows=9)
-    first_tokens_open_next = [[x & 0xFFFFFFFF, x >> 32 & 0xFF, x >> 40 & 0xFFF, x >> 52] for x in plan.chunks.tolist()]
+    first_tokens_open_next = [fields(x) for x in plan.chunks.tolist()]
     assert first_tokens_open_next[:5] == [[0, 2, 4, 4], [2, 1, 4, 8], [3, 2, 8, 8], [5, 2, 8, 0], [7, 2, 4, 0]]
     assert not any(tokens or soon for _, tokens, _, soon in first_tokens_open_next[5:])
 

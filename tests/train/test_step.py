@@ -10,6 +10,7 @@ from proteus_lm import ProteusConfig, ProteusForCausalLM
 from proteus_lm.data.dataset import TokenDataset
 from proteus_lm.data.loader import Loader
 from proteus_lm.train.step import Piece, make_inputs
+from tests.test_model import never_called
 
 
 @pytest.mark.parametrize("positions", ["window", "document"])
@@ -23,7 +24,7 @@ def test_training_has_the_loss_and_gradients_of_whole_logits_and_never_makes_the
     logits = model(given.ids, cu_seqlens=given.boundaries).logits
     right = cross_entropy(logits.flatten(0, 1), given.targets.flatten(), reduction="sum") / 100
     gradients = torch.autograd.grad(right, list(model.parameters()))
-    monkeypatch.setattr(model.lm_head, "forward", None)
+    never_called(model.lm_head, monkeypatch)
     loss = Piece(model, "fp32", torch.device("cpu"))(given, 100)
     assert loss.item() == pytest.approx(right.item(), rel=1e-6)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):

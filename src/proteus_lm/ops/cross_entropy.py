@@ -37,7 +37,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, ign
         targets: int64, hidden's shape without the last dimension: 0 to V - 1, or `ignore_index` for a token that is not scored.
 
     Returns:
-        The sum in nats, (), fp32; fp64 of fp64. 0 where nothing is scored. First derivatives only.
+        The sum in nats, (), fp32; fp64 of fp64. 0 where nothing is scored. First derivatives only; not for torch.func's transforms.
 
     Raises:
         ValueError: for shapes or types that do not fit together, and on the CPU for targets outside of 0 .. V - 1; a GPU, which
@@ -49,6 +49,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, ign
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)} do not fit together; "
             "give (..., D), (V, D) and (...)"
         )
+    if not len(weight):
+        raise ValueError(f"weight is {tuple(weight.shape)}: no words to choose among; give at least one row")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets are {targets.dtype}; give int64, as targets.long() is")
+    if hidden.device != weight.device or targets.device != weight.device:
+        raise ValueError(f"hidden is on {hidden.device}, weight on {weight.device}, targets on {targets.device}; put all on one")
     dtype = _product_dtype(hidden)
     if hidden.dtype != weight.dtype and (not _autocast(hidden) or weight.dtype == torch.float64):
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; give one type, or use autocast")

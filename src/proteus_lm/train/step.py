@@ -76,14 +76,9 @@ class Piece:
     def run(self, ids: Tensor, targets: Tensor, boundaries: Tensor | None, predictions: int) -> Tensor:
         """The same, of tensors on the device."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
-            loss = self.forward(
-                input_ids=ids,
-                cu_seqlens=boundaries,
-                use_cache=False,
-                shift_labels=targets,
-                num_items_in_batch=predictions,
-                skip_logits=True,
-            ).loss
+            # Divided outside: a compiled forward would be compiled anew for another number.
+            given = {"shift_labels": targets, "num_items_in_batch": 1, "skip_logits": True}
+            loss = self.forward(input_ids=ids, cu_seqlens=boundaries, use_cache=False, **given).loss / predictions
         loss.backward()
         return loss.detach()
 

@@ -168,7 +168,8 @@ class Trainer:
         with torch.no_grad(), self._autocast():
             cache = ProteusCache()
             # One token short of the window: a chunk that ends with it would leave no token to measure the inner gradient at.
-            self.model(input_ids=self.probe[:, : max(1, self.probe.shape[1] - 1)], past_key_values=cache, use_cache=True)
+            probe = self.probe[:, : max(1, self.probe.shape[1] - 1)]
+            self.model(input_ids=probe, past_key_values=cache, use_cache=True, logits_to_keep=1)
             found["memory_norm"] = self.model.memory_norms(cache).mean(1).tolist()
             found["inner_gradient_norm"] = self.model.surprises(cache).mean(1).tolist()
         self.model.train()

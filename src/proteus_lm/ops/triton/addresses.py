@@ -16,7 +16,8 @@ import triton.language as tl
 @triton.jit
 def read_row(row):
     """First token, tokens and open coordinates of a chunk, and open coordinates of its document's next one: see plan.py."""
-    return row & 0xFFFFFFFF, ((row >> 32) & 0xFF).to(tl.int32), ((row >> 40) & 0xFFF).to(tl.int32), (row >> 52).to(tl.int32)
+    opened, after = (row >> 40) & 0xFFF, (row >> 52) & 0xFFF
+    return row & 0xFFFFFFFF, ((row >> 32) & 0xFF).to(tl.int32), opened.to(tl.int32), after.to(tl.int32)
 
 
 @triton.jit
