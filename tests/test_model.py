@@ -134,11 +134,6 @@ def test_a_head_with_hooks_or_a_forward_of_its_own_is_not_skipped(monkeypatch):
         model(ids, labels=ids, skip_logits=True)
 
 
-def test_transformers_trainer_hands_on_the_number_of_scored_tokens():
-    """By this attribute it knows that a model divides by them: without it micro-batches of unlike sizes would weigh alike."""
-    assert ProteusForCausalLM.accepts_loss_kwargs is True
-
-
 def test_a_head_that_is_more_than_its_weight_is_not_skipped():
     model, ids = make(options("comba")), tokens(2, 7)
     model.lm_head = torch.nn.Sequential(model.lm_head)

@@ -284,8 +284,8 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                 loss = linear_cross_entropy(hidden[-1], self.lm_head.weight, targets)
             else:
                 loss = _loss(logits, targets if unpadding is None else unpadding.put(targets, IGNORED))
-            scored = (targets != IGNORED).sum().clamp(min=1)
-            loss = loss / _divisor(scored if num_items_in_batch is None else num_items_in_batch, loss.dtype)
+            count = (targets != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            loss = (loss / count).to(loss.dtype)  # which a count in fp64 would widen
         if use_cache:
             past = ProteusCache() if past is None else past
             past.states, past.position, past.seen = states, position, past.seen + tokens.shape[1]
@@ -497,11 +497,6 @@ def _targets(labels: Tensor, cu_seqlens: Tensor | None, unpadding: Unpadding | N
     if cu_seqlens is not None:
         following[:, cu_seqlens[1:].long() - 1] = IGNORED
     return following
-
-
-def _divisor(count: int | Tensor, dtype: torch.dtype) -> int | Tensor:
-    """What a loss of type `dtype` is divided by, and keeps its type."""
-    return count.to(dtype) if isinstance(count, Tensor) else count
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -123,16 +123,18 @@ def _gate(s: Shape) -> dict[str, Any]:
 
 @cache
 def _stages(keys: int, chunk: int, half: bool, device: torch.device) -> int:
-    """Stages of the walks' pipeline: three, two chunks ahead of their use, where the device has the 226 KiB that Comba's take."""
-    if not half:
+    """Stages of the walks' pipeline: three, two chunks ahead of their use, where the device has the 226 KiB that Comba's take; for
+    more than 128 key rows two, of chunks of 32, where it has 128 KiB."""
+    if not half or (keys > 128 and chunk > 32):
         return 1
-    if keys > 128:
-        return 2 if chunk == 32 else 1
-    if INTERPRETED:
-        return 3
+    most, least, kib = (2, 1, 128) if keys > 128 else (3, 2, 226)
+    return most if INTERPRETED or _shared_memory(device) >= kib * 1024 else least
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    shared = cast("Any", triton.runtime.driver.active).utils.get_device_properties(index)["max_shared_mem"]
-    return 3 if shared >= 226 * 1024 else 2
+    return cast("Any", triton.runtime.driver.active).utils.get_device_properties(index)["max_shared_mem"]
 
 
 def _walk(s: Shape, rule: str, has_p: bool, half: bool, device: torch.device) -> dict[str, Any]:
