@@ -28,25 +28,67 @@ def rows_at(x, start, r, c, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def columns_at(x, start, r, c, STRIDE: tl.constexpr):
-    """Pointers x + start + r + c STRIDE (R, C)."""
-    return x + (start + (r[:, None] + (c % 16)[None, :] * STRIDE)) + ((c // 16) * (16 * STRIDE))[None, :]
-
-
-@triton.jit
 def below(r, limit):
     """r < limit, with the constants on the side of the limit."""
     return (r % 16) < limit - (r // 16) * 16
 
 
 @triton.jit
-def within(column, V: tl.constexpr, BV: tl.constexpr):
-    """column < V in a tile of BV; nothing to compare where V is whole tiles."""
-    if V % BV == 0:
-        inside = tl.full(column.shape, 1, tl.int1)
+def store_rows(x, start, tile, rows, columns, STRIDE: tl.constexpr):
+    """tile (R, N), a product, at x + start + r STRIDE + c, as far as r < rows and c < columns.
+
+    A product has 16 rows in each warp. With the rows in the order below a warp stores the rows it has: what crosses between its
+    threads crosses without a barrier for all warps. A wide tile goes in two halves, which share the memory for that.
+    """
+    N: tl.constexpr = tile.shape[1]
+    if N >= 128:
+        left, right = tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, N // 2)), (0, 2, 1)))
+        _store_rows(x, start, left, rows, columns, STRIDE)
+        _store_rows(x, start + N // 2, right, rows, columns - N // 2, STRIDE)
     else:
-        inside = column < V
-    return inside
+        _store_rows(x, start, tile, rows, columns, STRIDE)
+
+
+@triton.jit
+def _store_rows(x, start, tile, rows, columns, STRIDE: tl.constexpr):
+    R: tl.constexpr = tile.shape[0]
+    N: tl.constexpr = tile.shape[1]
+    BYTES: tl.constexpr = N * x.dtype.element_ty.primitive_bitwidth // 8
+    L: tl.constexpr = 16 if BYTES <= 32 else (512 // BYTES if BYTES < 512 else 1)  # rows that a warp stores at once
+    P: tl.constexpr = 16 // L
+    y = tl.permute(tl.reshape(tile, (R // 16, L, P, N)), (1, 0, 2, 3))
+    lane = tl.arange(0, L)[:, None, None, None] * P
+    warp = tl.arange(0, R // 16)[None, :, None, None] * 16
+    more = tl.arange(0, P)[None, None, :, None]
+    c = tl.arange(0, N)[None, None, None, :]
+    at = x + (start + ((warp + lane) * STRIDE + c)) + more * STRIDE
+    tl.store(at, y, mask=(warp + lane < rows - more) & (c < columns))
+
+
+@triton.jit
+def store_columns(x, start, tile, rows, columns, STRIDE: tl.constexpr):
+    """tile (R, C), a product, at x + start + r + c STRIDE, as far as r < rows and c < columns; see `store_rows`."""
+    R: tl.constexpr = tile.shape[0]
+    C: tl.constexpr = tile.shape[1]
+    y = tl.permute(tl.reshape(tile, (R // 16, 16, C // 8, 4, 2)), (2, 4, 0, 3, 1))
+    eight = tl.arange(0, C // 8)[:, None, None, None, None] * 8
+    one = tl.arange(0, 2)[None, :, None, None, None]
+    warp = tl.arange(0, R // 16)[None, None, :, None, None] * 16
+    more = tl.arange(0, 4)[None, None, None, :, None] * 2
+    r = tl.arange(0, 16)[None, None, None, None, :]
+    at = x + (start + ((eight + one) * STRIDE + warp + r)) + more * STRIDE
+    tl.store(at, y, mask=(eight + one < columns - more) & (warp + r < rows))
+
+
+@triton.jit
+def put_tile(x, start, tile, rows, columns, STRIDE: tl.constexpr, LOCAL: tl.constexpr):
+    """`store_rows`, or LOCAL not, the same in the layout in which Triton would load it."""
+    if LOCAL:
+        store_rows(x, start, tile, rows, columns, STRIDE)
+    else:
+        r = tl.arange(0, tile.shape[0])
+        c = tl.arange(0, tile.shape[1])
+        tl.store(rows_at(x, start, r, c, STRIDE), tile, mask=below(r, rows)[:, None] & (c < columns)[None, :])
 
 
 @triton.jit

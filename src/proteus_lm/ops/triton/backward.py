@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proteus_lm.ops.triton.addresses import below, bring, columns_at, read_row, rows_at, within
+from proteus_lm.ops.triton.addresses import below, bring, put_tile, read_row, rows_at, store_columns
 from proteus_lm.ops.triton.forward import at_least, carry_in, carry_out, fade, fetch, project, put, write
 
 
@@ -39,7 +39,6 @@ def reverse(
     document = lane // H
     h = (lane % H).to(tl.int64)
     column = tile * BV + tl.arange(0, BV)
-    there = within(column, V, BV)
     o = tl.arange(0, C)
     dtype: tl.constexpr = do.dtype.element_ty
     s0 = tl.zeros([BV, KT], tl.float32)
@@ -65,7 +64,7 @@ def reverse(
             start, count, _, _ = read_row(tl.load(chunks + c))
             here = o < count
             at = ((start + o) * H + h)[None, :] * V + column[:, None]
-            tl.store(dv + at, tl.zeros([BV, C], dtype), mask=here[None, :] & there[:, None])
+            tl.store(dv + at, tl.zeros([BV, C], dtype), mask=here[None, :] & (column < V)[:, None])
         first = opens
     high = tl.load(table + 1)
     row = tl.load(chunks + high - 1, mask=first < high, other=0)  # a chunk ahead, as in `scan`
@@ -94,11 +93,11 @@ def reverse(
                 if HAS_INITIAL:
                     end = gates + slot * 6 * C + tokens - 1
                     fresh_factor = tl.exp(tl.load(end + 3 * C) - tl.load(end + 4 * C))
-            kept = below(tl.arange(0, BV), reach - tile * BV) if VALUE else there
+            kept = (reach if VALUE else V) - tile * BV
             k0, k1, k2, k3 = fetch(k, place * K, o, here, keys, H, K, KT, NK - phase)
-            put(dstates, (slot * V + tile * BV) * K, s0, s1, s2, s3, reach if KEY else K, kept, K, KT, NK - phase)
-            inside = column < values if VALUE else there
-            dy = tl.trans(tl.load(rows_at(do, place * V, o, column, H * V), mask=here[:, None] & inside[None, :], other=0.0))
+            put(dstates, (slot * V + tile * BV) * K, s0, s1, s2, s3, reach if KEY else K, kept, K, KT, NK - phase, False)
+            inside = here[:, None] & (column < values)[None, :]
+            dy = tl.trans(tl.load(rows_at(do, place * V, o, column, H * V), mask=inside, other=0.0))
             du = project(s0, s1, s2, s3, k0, k1, k2, k3, NK - phase, PRECISION)
             du *= tl.load(gates + slot * 6 * C + C + o)[None, :]
             du = tl.dot(dy, tl.load(rows_at(attend, slot * C * C, o, o, C)), du, input_precision=PRECISION)
@@ -121,7 +120,7 @@ def reverse(
                 du = tl.dot(du.to(dtype), tl.load(rows_at(solve, slot * C * C, o, o, C)), input_precision=PRECISION)
                 missed = du * -tl.load(gates + slot * 6 * C + 2 * C + o)[None, :]
                 s0, s1, s2, s3 = write(s0, s1, s2, s3, missed, p0, p1, p2, p3, NK - phase, PRECISION)
-            tl.store(columns_at(dv, place * V, column, o, H * V), du.to(dtype), mask=here[None, :] & there[:, None])
+            store_columns(dv, place * V + tile * BV, du.to(dtype), V - tile * BV, tokens, H * V)
         high = low
     if HAS_INITIAL:
         carry_out(dinitial + where, s0, column, 0, K, V, KT)
@@ -207,6 +206,7 @@ def gradients_of(
 ):  # fmt: skip
     """`gradients` of a tile of a chunk of which `keys` rows and `values` columns are open; ONE: these are within one tile of BV."""
     dtype: tl.constexpr = q.dtype.element_ty
+    LOCAL: tl.constexpr = WINDOW or (DELTA and HAS_G and not HAS_P)  # faster there, slower elsewhere (H200)
     o = tl.arange(0, C)
     here = o < count
     token = o * H
@@ -319,7 +319,7 @@ def gradients_of(
         d_read = tl.sum(x_q * b_q.to(tl.float32), 1)
     if WINDOW:
         x_q += (own * near)[:, None] * b_k.to(tl.float32)
-    tl.store(rows_at(dq, 0, o, row, H * K), x_q.to(dtype), mask=inside)
+    put_tile(dq, tile * KT, x_q.to(dtype), count, K - tile * KT, H * K, LOCAL)
 
     if DELTA:  # dk is worked out turned, so that what was asked and missed is used as it stands
         if ONE:
@@ -343,7 +343,7 @@ def gradients_of(
         x_p = tl.dot(b_pairs, b_k, x_p * -predicts[:, None], input_precision=PRECISION)
         d_before = tl.sum(x_p * b_p.to(tl.float32), 1)
         if HAS_P:
-            tl.store(rows_at(dp, 0, o, row, H * K), x_p.to(dtype), mask=inside)
+            put_tile(dp, tile * KT, x_p.to(dtype), count, K - tile * KT, H * K, LOCAL)
         x_k = tl.trans(x_k)
     else:  # with one product each way this is the faster
         if ONE:
@@ -368,7 +368,7 @@ def gradients_of(
         tl.store(dbeta + (first + token) * 2 + 1, d_omega, mask=here)
     if DELTA and not HAS_P:
         x_k += x_p
-    tl.store(rows_at(dk, 0, o, row, H * K), x_k.to(dtype), mask=inside)
+    put_tile(dk, tile * KT, x_k.to(dtype), count, K - tile * KT, H * K, LOCAL)
 
     if HAS_G:
         # A token's decay moves every log decay from its own on; those that start behind a token's decay, from the next on.

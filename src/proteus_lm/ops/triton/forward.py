@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proteus_lm.ops.triton.addresses import below, columns_at, read_row, rows_at, within
+from proteus_lm.ops.triton.addresses import below, put_tile, read_row, rows_at, store_columns, store_rows
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def prepare(
         read *= tl.where(r > j, kept, own[:, None]) * scale
     else:
         read *= tl.exp(tl.where(r >= j, running[:, None] - running[None, :], 0.0)) * scale
-    tl.store(rows_at(attend, corner, o, o, C), tl.where(r >= j, read, 0.0).to(dtype))
+    store_rows(attend, corner, tl.where(r >= j, read, 0.0).to(dtype), C, C, C)
     if DELTA:
         tl.store(gates + slot + 2 * C + o, tl.exp(before))
         tl.store(gates + slot + 4 * C + o, before)
@@ -190,7 +190,7 @@ def prepare(
         a *= tl.exp(tl.where(r > j, before[:, None] - running[None, :], 0.0)) * strength[:, None]
         a = tl.where(r > j, a, 0.0)
         inverse = unit_lower_inverse(a, C, D, HALF, PRECISION) * strength[None, :]
-        tl.store(rows_at(solve, corner, o, o, C), inverse.to(dtype))
+        store_rows(solve, corner, inverse.to(dtype), C, C, C)
 
 
 @triton.jit
@@ -266,19 +266,19 @@ def reopen(s, key, value, first, width, soon, K: tl.constexpr, KT: tl.constexpr,
 
 
 @triton.jit
-def put(out, place, s0, s1, s2, s3, keys, ok, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr):
-    """Store the open part, `keys` rows and the columns that are `ok` (BV,), of W tiles (BV, KT) of a transposed state at `out`."""
-    col = tl.arange(0, KT)
-    at = rows_at(out, place, tl.arange(0, ok.shape[0]), col, K)
-    ok = ok[:, None]
+def put(out, place, s0, s1, s2, s3, keys, values, K: tl.constexpr, KT: tl.constexpr, W: tl.constexpr, LOCAL: tl.constexpr):
+    """Store the open part, `keys` rows and `values` columns, of W tiles (BV, KT) of a transposed state (V, K) from `place` on.
+
+    LOCAL: within each warp, by `store_rows`. The faster way in `scan` and the slower one in `reverse` (H200).
+    """
     dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(at, s0.to(dtype), mask=ok & (col < keys)[None, :])
+    put_tile(out, place, s0.to(dtype), values, keys, K, LOCAL)
     if W > 1:
-        tl.store(at + KT, s1.to(dtype), mask=ok & (col + KT < keys)[None, :])
+        put_tile(out, place + KT, s1.to(dtype), values, keys - KT, K, LOCAL)
     if W > 2:
-        tl.store(at + 2 * KT, s2.to(dtype), mask=ok & (col + 2 * KT < keys)[None, :])
+        put_tile(out, place + 2 * KT, s2.to(dtype), values, keys - 2 * KT, K, LOCAL)
     if W > 3:
-        tl.store(at + 3 * KT, s3.to(dtype), mask=ok & (col + 3 * KT < keys)[None, :])
+        put_tile(out, place + 3 * KT, s3.to(dtype), values, keys - 3 * KT, K, LOCAL)
 
 
 @triton.jit
@@ -317,7 +317,6 @@ def scan(
     document = lane // H
     h = (lane % H).to(tl.int64)
     column = tile * BV + tl.arange(0, BV)
-    there = within(column, V, BV)
     o = tl.arange(0, C)
     dtype: tl.constexpr = v.dtype.element_ty
     s0 = tl.zeros([BV, KT], tl.float32)
@@ -343,7 +342,7 @@ def scan(
             start, count, _, _ = read_row(tl.load(chunks + c))
             here = o < count
             at = ((start + o) * H + h)[None, :] * V + column[:, None]
-            tl.store(out + at, tl.zeros([BV, C], dtype), mask=here[None, :] & there[:, None])
+            tl.store(out + at, tl.zeros([BV, C], dtype), mask=here[None, :] & (column < V)[:, None])
         low = opens
     past = tl.load(table + 1)
     # A row of the table is read a chunk ahead: with an address that waits for a load of its own round Triton keeps no copies in
@@ -376,10 +375,10 @@ def scan(
                 reach = width
                 if WINDOW and (KEY or VALUE):
                     reach = tl.maximum(width, soon)
-                kept = below(tl.arange(0, BV), reach - tile * BV) if VALUE else there
-                put(states, (slot * V + tile * BV) * K, s0, s1, s2, s3, reach if KEY else K, kept, K, KT, phase + 1)
-            inside = column < values if VALUE else there
-            u = tl.trans(tl.load(rows_at(v, place * V, o, column, H * V), mask=here[:, None] & inside[None, :], other=0.0))
+                kept = (reach if VALUE else V) - tile * BV
+                put(states, (slot * V + tile * BV) * K, s0, s1, s2, s3, reach if KEY else K, kept, K, KT, phase + 1, True)
+            inside = here[:, None] & (column < values)[None, :]
+            u = tl.trans(tl.load(rows_at(v, place * V, o, column, H * V), mask=inside, other=0.0))
             if DELTA:
                 p0, p1, p2, p3 = k0, k1, k2, k3
                 if HAS_P:
@@ -391,17 +390,21 @@ def scan(
                 b_solve = tl.trans(tl.load(rows_at(solve, slot * C * C, o, o, C)))
                 if HALF:  # two products in place of a difference: only what a product takes whole is copied ahead of its round
                     asked = tl.dot(u, b_solve, input_precision=PRECISION)
-                    u = tl.dot(guess.to(dtype), b_solve, asked, input_precision=PRECISION).to(dtype)
+                    wrote = tl.dot(guess.to(dtype), b_solve, asked, input_precision=PRECISION)
+                    u = wrote.to(dtype)
                 else:
                     u = tl.dot(u + guess, b_solve, input_precision=PRECISION)
+                    wrote = u
                 if SAVE:
-                    tl.store(rows_at(fresh, (slot * V + tile * BV) * C, tl.arange(0, BV), o, C), u, mask=there[:, None])
+                    store_rows(fresh, (slot * V + tile * BV) * C, u, V - tile * BV, C, C)
+            else:
+                wrote = u.to(tl.float32)
             q0, q1, q2, q3 = fetch(q, place * K, o, here, keys, H, K, KT, phase + 1)
             y = project(s0, s1, s2, s3, q0, q1, q2, q3, phase + 1, PRECISION) * tl.load(gates + slot * 6 * C + o)[None, :]
             y = tl.dot(u, tl.trans(tl.load(rows_at(attend, slot * C * C, o, o, C))), y, input_precision=PRECISION)
             if VALUE and HAS_INITIAL:
                 y = tl.where((column < values)[:, None], y, 0.0)
-            tl.store(columns_at(out, place * V, column, o, H * V), y.to(dtype), mask=here[None, :] & there[:, None])
+            store_columns(out, place * V + tile * BV, y.to(dtype), V - tile * BV, tokens, H * V)
             s0 = fade(s0, factor, fresh_factor, column, 0, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if phase > 0:
                 s1 = fade(s1, factor, fresh_factor, column, KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
@@ -409,8 +412,8 @@ def scan(
                 s2 = fade(s2, factor, fresh_factor, column, 2 * KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
             if phase > 2:
                 s3 = fade(s3, factor, fresh_factor, column, 3 * KT, width, soon, KT, KEY, VALUE, HAS_INITIAL)
-            u = u.to(tl.float32) * tl.load(gates + slot * 6 * C + C + o)[None, :]
-            s0, s1, s2, s3 = write(s0, s1, s2, s3, u, k0, k1, k2, k3, phase + 1, PRECISION)
+            wrote *= tl.load(gates + slot * 6 * C + C + o)[None, :]
+            s0, s1, s2, s3 = write(s0, s1, s2, s3, wrote, k0, k1, k2, k3, phase + 1, PRECISION)
             if WINDOW and (KEY or VALUE):
                 last = place + (tokens - 1) * H
                 if soon > width:
