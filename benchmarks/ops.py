@@ -138,27 +138,33 @@ def time_rule(section: str, rule: str, size: Size, with_peer: bool) -> list[Row]
     return ratios(rows)
 
 
-def opened(x: Tensor, active: Tensor) -> Tensor:
-    """Which coordinates of (B, T, H, D) are open: bool (1, T, 1, D), made where it is used and never written down."""
-    return (torch.arange(x.shape[-1], device=x.device) < active[..., None])[:, :, None]
+def opened(size: int, active: Tensor) -> Tensor:
+    """Which of `size` coordinates are open, of active (1, T): bool (1, T, 1, size)."""
+    return (torch.arange(size, device=active.device) < active[..., None])[:, :, None]
 
 
 def unit(x: Tensor, active: Tensor | None) -> Tensor:
     """The norm of k that a model computes anyway, and the mask of key rows folded in."""
     wide = x.float()
     y = wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-    return (y if active is None else torch.where(opened(x, active), y, 0)).to(x.dtype)
+    return (y if active is None else torch.where(opened(x.shape[-1], active), y, 0)).to(x.dtype)
 
 
-def gated(x: Tensor, active: Tensor | None) -> Tensor:
-    """The SiLU of v that a model computes anyway, and the mask of value columns folded in."""
+def gated(x: Tensor, seen: Tensor | None) -> Tensor:
+    """The SiLU of v that a model computes anyway, and the mask of value columns folded in: `opened`, written down once for all
+    layers of a forward, which is faster here than to compare (and slower in `unit`; H200)."""
     y = silu(x.float())
-    return (y if active is None else torch.where(opened(x, active), y, 0)).to(x.dtype)
+    return (y if seen is None else torch.where(seen, y, 0)).to(x.dtype)
 
 
 def alone(x: Tensor, active: Tensor | None) -> Tensor:
     """The mask as a pass over memory of its own."""
-    return x if active is None else torch.where(opened(x, active), x, 0)
+    return x if active is None else torch.where(opened(x.shape[-1], active), x, 0)
+
+
+def mask_of(maker: Callable[..., Tensor], active: Tensor, size: int) -> Tensor:
+    """What `maker` wants to know about which of `size` coordinates are open."""
+    return opened(size, active) if maker is gated else active
 
 
 @cache
@@ -167,9 +173,9 @@ def compiled(maker: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(maker, dynamic=False)
 
 
-def behind(maker: Callable[..., Tensor], rule: str, name: str, active: Tensor | None) -> Callable[[dict[str, Tensor]], Tensor]:
+def behind(maker: Callable[..., Tensor], rule: str, name: str, mask: Tensor | None) -> Callable[[dict[str, Tensor]], Tensor]:
     """Our ungated kernels behind `maker` of the input called `name`."""
-    return lambda tensors: getattr(ours, rule)(**{**tensors, name: compiled(maker)(tensors[name], active)})[0]
+    return lambda tensors: getattr(ours, rule)(**{**tensors, name: compiled(maker)(tensors[name], mask)})[0]
 
 
 def time_masked(rule: str, size: Size, with_peer: bool, brief: bool) -> list[Row]:
@@ -185,9 +191,9 @@ def time_masked(rule: str, size: Size, with_peer: bool, brief: bool) -> list[Row
         shared = {"section": "masked", "rule": rule, "size": list(size), "axis": axis}
         for kind, maker in ((f"in {what}", fold), ("alone", alone))[: 1 if brief else 2]:
             pair = []
-            for blocks, active in ((1, None), (16, activation.active)):
+            for blocks, mask in ((1, None), (16, mask_of(maker, activation.active, size[3 if axis == "key" else 4]))):
                 row = {**shared, "who": f"ours, mask {kind}", "E": blocks}
-                pair.append({**row, **both(behind(maker, rule, name, active), inputs(rule, size))})
+                pair.append({**row, **both(behind(maker, rule, name, mask), inputs(rule, size))})
             rows += _against(pair)
         if with_peer and rule in KERNELS:
             rows += _time_backend(rule, size, axis, shared)
@@ -490,10 +496,10 @@ def _beside(items: Sequence[Item], peers: Sequence[str], arguments: argparse.Nam
     for size in {size for section, _, size in items if section == "masked" and not arguments.no_time}:
         for maker, axis in ((unit, "key"), (gated, "value"), (alone, "key"))[: 2 if arguments.brief else 3]:
             activation, x = gate(size, 16, axis, CONTEXT), inputs("retention", size)["v"]
-            for active in (None, activation and activation.active):
-                compiled(maker)(x, active).backward(x)
+            for mask in (None, activation and mask_of(maker, activation.active, x.shape[-1])):
+                compiled(maker)(x, mask).backward(x)
                 with torch.no_grad():
-                    compiled(maker)(x, active)
+                    compiled(maker)(x, mask)
 
 
 def lift_guard(bypass: bool) -> None:

@@ -205,7 +205,7 @@ def test_a_state_whose_stages_the_host_does_not_know_is_refused(stand_in):
 
 
 def test_auto_leaves_float32_to_others(monkeypatch):
-    monkeypatch.setattr(fla, "UNCHECKED", {})
+    monkeypatch.setattr(fla, "LEFT_OUT", {})
     assert "tf32" in str(fla.held("comba", tuple(make("comba", 1, 2, dtype=torch.float32).values())))
     assert fla.held("comba", tuple(make("comba", 1, 2, dtype=torch.bfloat16).values())) is None
 
@@ -255,13 +255,13 @@ def test_flas_guard_is_where_we_look_for_it():
 
 def test_auto_takes_it_where_our_kernels_cannot(stand_in, monkeypatch):
     inputs = tuple(make("comba", 1, 2, dtype=torch.bfloat16).values())
-    monkeypatch.setattr(fla, "UNCHECKED", {})
+    monkeypatch.setattr(fla, "LEFT_OUT", {})
     off_cpu = [b._replace(cuda=False) if b.name == "fla" else b for b in backend._BACKENDS]
     monkeypatch.setattr(backend, "_BACKENDS", tuple(off_cpu))
     choice = backend.explain("comba", *inputs)
     assert choice.backend == "fla" and "not triton: " in choice.reason
     assert list(backend.verdicts("comba", *inputs)) == list(backend.NAMES[1:])
-    monkeypatch.setattr(fla, "UNCHECKED", {"comba": "not checked here"})
+    monkeypatch.setattr(fla, "LEFT_OUT", {"comba": "not checked here"})
     choice = backend.explain("comba", *inputs)
     assert choice.backend == "chunk" and "not fla: not checked here" in choice.reason
     assert backend.choose("comba", "fla", *inputs) == "fla"  # by name it runs

@@ -26,10 +26,10 @@ KERNELS = {
     "comba": "comba.chunk_comba",
 }
 """Where each rule is, in `fla.ops`. Comba's p and our order of arguments go by name (spec/linear.md 1.3, trap C4)."""
-UNCHECKED: dict[str, str] = {
-    "gated_delta_rule": "it has not been checked through this backend on a GPU (docs/kernels.md); ask for it by name"
+LEFT_OUT: dict[str, str] = {
+    "gated_delta_rule": "its gradient of g missed the limit in one check of five (docs/kernels.md); ask for it by name"
 }
-"""Rules that `auto` leaves to others until benchmarks/ops.py has found them right through this backend, at sizes it would get."""
+"""Rules that `auto` leaves to others: benchmarks/ops_right.py has not found them right through this backend."""
 MAX_KEYS = 256  # of the rules that write an error (fla/ops/common/chunk_delta_h.py)
 
 
@@ -91,7 +91,7 @@ def held(operation: str, tensors: tuple[Tensor, ...]) -> str | None:
         return "float32 inputs, and its kernels multiply in tf32 one product after another; ask for it by name"
     if torch.compiler.is_compiling():
         return "torch.compile breaks its graph at them"
-    return UNCHECKED.get(operation)
+    return LEFT_OUT.get(operation)
 
 
 def refuse_state(operation: str, tensors: tuple[Tensor, ...], state: Any, activation: Activation | None) -> str | None:

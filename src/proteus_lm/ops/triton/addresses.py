@@ -81,17 +81,6 @@ def store_columns(x, start, tile, rows, columns, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def put_tile(x, start, tile, rows, columns, STRIDE: tl.constexpr, LOCAL: tl.constexpr):
-    """`store_rows`, or LOCAL not, the same in the layout in which Triton would load it."""
-    if LOCAL:
-        store_rows(x, start, tile, rows, columns, STRIDE)
-    else:
-        r = tl.arange(0, tile.shape[0])
-        c = tl.arange(0, tile.shape[1])
-        tl.store(rows_at(x, start, r, c, STRIDE), tile, mask=below(r, rows)[:, None] & (c < columns)[None, :])
-
-
-@triton.jit
 def bring(x, rows, width, WIDTH: tl.constexpr):
     """Ask for rows of `width` elements, at most WIDTH, at x + rows (R,) to be brought to the L2 cache. Nothing waits, no
     register is taken, and no address lies outside of the rows.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proteus_lm.ops.triton.addresses import below, bring, put_tile, read_row, rows_at, store_columns
+from proteus_lm.ops.triton.addresses import below, bring, read_row, rows_at, store_columns, store_rows
 from proteus_lm.ops.triton.forward import at_least, carry_in, carry_out, fade, fetch, project, put, write
 
 
@@ -197,6 +197,16 @@ def bring_columns(
 
 
 @triton.jit
+def put_gradient(x, gradient, o, row, inside, count, tile, H: tl.constexpr, K: tl.constexpr, LOCAL: tl.constexpr):
+    """Store tokens o (C,) and key rows `row` (KT,), tile number `tile`, of a chunk's gradient, where `inside`."""
+    y = gradient.to(x.dtype.element_ty)
+    if LOCAL:
+        store_rows(x, tile * row.shape[0], y, count, K - tile * row.shape[0], H * K)
+    else:
+        tl.store(rows_at(x, 0, o, row, H * K), y, mask=inside)
+
+
+@triton.jit
 def gradients_of(
     q, k, p, gates, do, fresh, states, dstates, dq, dk, dp, dv, dg, dbeta, scale, span,
     tile, c, h, start, count, after, keys, values,
@@ -319,7 +329,7 @@ def gradients_of(
         d_read = tl.sum(x_q * b_q.to(tl.float32), 1)
     if WINDOW:
         x_q += (own * near)[:, None] * b_k.to(tl.float32)
-    put_tile(dq, tile * KT, x_q.to(dtype), count, K - tile * KT, H * K, LOCAL)
+    put_gradient(dq, x_q, o, row, inside, count, tile, H, K, LOCAL)
 
     if DELTA:  # dk is worked out turned, so that what was asked and missed is used as it stands
         if ONE:
@@ -343,7 +353,7 @@ def gradients_of(
         x_p = tl.dot(b_pairs, b_k, x_p * -predicts[:, None], input_precision=PRECISION)
         d_before = tl.sum(x_p * b_p.to(tl.float32), 1)
         if HAS_P:
-            put_tile(dp, tile * KT, x_p.to(dtype), count, K - tile * KT, H * K, LOCAL)
+            put_gradient(dp, x_p, o, row, inside, count, tile, H, K, LOCAL)
         x_k = tl.trans(x_k)
     else:  # with one product each way this is the faster
         if ONE:
@@ -368,7 +378,7 @@ def gradients_of(
         tl.store(dbeta + (first + token) * 2 + 1, d_omega, mask=here)
     if DELTA and not HAS_P:
         x_k += x_p
-    put_tile(dk, tile * KT, x_k.to(dtype), count, K - tile * KT, H * K, LOCAL)
+    put_gradient(dk, x_k, o, row, inside, count, tile, H, K, LOCAL)
 
     if HAS_G:
         # A token's decay moves every log decay from its own on; those that start behind a token's decay, from the next on.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proteus_lm.ops.triton.addresses import below, put_tile, read_row, rows_at, store_columns, store_rows
+from proteus_lm.ops.triton.addresses import below, read_row, rows_at, store_columns, store_rows
 
 
 @triton.jit
@@ -263,6 +263,17 @@ def reopen(s, key, value, first, width, soon, K: tl.constexpr, KT: tl.constexpr,
     if KEY:
         inside = (row >= width) & (row < soon)
     return s + value[:, None] * tl.load(key + row, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def put_tile(x, start, tile, rows, columns, STRIDE: tl.constexpr, LOCAL: tl.constexpr):
+    """`store_rows`, or LOCAL not, the same in the layout in which Triton would load it."""
+    if LOCAL:
+        store_rows(x, start, tile, rows, columns, STRIDE)
+    else:
+        r = tl.arange(0, tile.shape[0])
+        c = tl.arange(0, tile.shape[1])
+        tl.store(rows_at(x, start, r, c, STRIDE), tile, mask=below(r, rows)[:, None] & (c < columns)[None, :])
 
 
 @triton.jit
