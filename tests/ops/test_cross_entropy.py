@@ -281,16 +281,17 @@ def test_the_kernel_gives_nan_for_targets_outside_and_for_logits_that_are_nan(ke
     assert not losses[3] and not logits[3].any()
 
 
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("words", [257, 32000])
-def test_on_a_gpu_in_bf16_it_is_as_near_to_fp64_as_whole_logits(words):
+@pytest.mark.parametrize("words", [257, 8192])
+def test_in_bf16_it_is_as_near_to_fp64_as_whole_logits(words):
     inputs = given(1037, words, torch.float32, dim=64)
-    with torch.autocast("cuda", torch.bfloat16):
-        ours = loss_and_gradients(linear_cross_entropy, *inputs)
     right = loss_and_gradients(whole, *(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs))
-    for one, two in zip(ours, right):
-        assert (one.double() - two).norm() <= LIMITS[torch.bfloat16] * two.norm()
+    found = []
+    for form in (linear_cross_entropy, whole):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            found.append(loss_and_gradients(form, *inputs))
+    # Logits of some hundred rounded factors: how far bf16 stands from fp64 is measured, not set.
+    for ours, theirs, exact in zip(*found, right):
+        assert (ours.double() - exact).norm() <= 1.1 * (theirs.double() - exact).norm() + 1e-4 * exact.norm()
 
 
 @pytest.mark.gpu
