@@ -1,7 +1,8 @@
-"""The kernels beside the memories (convolution, L2 norm, gated RMS norm) on one CUDA GPU: correctness first, then times.
+"""The kernels beside the memories (convolution, norms, rotary positions, SwiGLU) on one CUDA GPU: correctness first, then times.
 
     python benchmarks/neighbours.py --out benchmarks/results     # 80 s; peers: `pip install flash-linear-attention`
     python benchmarks/neighbours.py --no-time                    # the checks alone
+    python benchmarks/neighbours.py --only rotary,SwiGLU         # of these alone
 
 Each is compared with our own PyTorch in fp64 (values and every gradient; 1e-2 in bf16, 1e-4 in fp32, relative root mean square),
 and asked for the same bits whatever the batch, the split and the packing; a wrong one ends the run with status 1. Times are forward
@@ -32,7 +33,8 @@ from proteus_lm import ActivationSchedule
 from proteus_lm.mixers.combine import Combine
 from proteus_lm.mixers.conv import ShortConvolution
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize
-from proteus_lm.ops.triton_neighbours import comba_vectors, runs
+from proteus_lm.mixers.rotary import rotate, turn_at
+from proteus_lm.ops.triton_neighbours import comba_vectors, runs, swiglu_product, turned_parts
 from proteus_lm.sequence import TokenSequence
 from timing import captured, median_ms
 
@@ -185,6 +187,32 @@ def combine_case(rows: int, length: int, width: int) -> Case:
     )  # fmt: skip
 
 
+def rotary_case(rows: int, length: int, heads: int, dim: int, interleaved: bool = False) -> Case:
+    """Queries and keys of one projection turned to their positions (`mixers/attention.py`); the angles are made before."""
+    sequence = TokenSequence(BASE, rows, length, device="cuda")
+
+    def ours(m: nn.Module, parts: Tensor) -> tuple[Tensor, ...]:
+        turn = turn_at(sequence, parts, interleaved=interleaved)
+        if runs(parts, *turn):
+            return turned_parts(parts, *turn, interleaved)[:3]
+        q, k, v = parts.unbind(2)
+        return rotate(q, turn, interleaved=interleaved), rotate(k, turn, interleaved=interleaved), v
+
+    # Forward q and k come and go, 4 of the 3 parts; backward all come and go, 6.
+    name = f"rotary q, k of q, k, v, {heads} heads of {dim}{', interleaved' * interleaved}"
+    return Case(name, nn.Module(), ours, [(rows, length, 3, heads, dim)], 10 / 3, None)
+
+
+def swiglu_case(rows: int, length: int, width: int) -> Case:
+    def ours(m: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+        return swiglu_product(a, b) if runs(a, b) else silu(a) * b
+
+    def theirs(a: Tensor, b: Tensor) -> Tensor:
+        return fla("activations", "swiglu")(a, b)
+
+    return Case(f"SwiGLU, {width}", nn.Module(), ours, [(rows, length, width)] * 2, 8, theirs)
+
+
 def cases(rows: int, length: int, full: bool) -> list[Case]:
     every = [
         conv_case(rows, length, 1536),
@@ -194,6 +222,8 @@ def cases(rows: int, length: int, full: bool) -> list[Case]:
         gated_case(rows, length, 24, 64),
         rms_case(rows, length, 1536),
         combine_case(rows, length, 1536),
+        rotary_case(rows, length, 16, 128),
+        swiglu_case(rows, length, 4096),
     ]
     wider = [
         conv_case(rows, length, 2048),
@@ -201,6 +231,7 @@ def cases(rows: int, length: int, full: bool) -> list[Case]:
         l2_case(rows, length, 16, 128),
         gated_case(rows, length, 16, 128),
         rms_case(rows, length, 2048),
+        rotary_case(rows, length, 12, 64, True),
     ]
     return [*every, *wider] if full else every
 
@@ -252,6 +283,20 @@ def bits() -> dict[str, bool]:
     return results
 
 
+def turn_bits() -> dict[str, bool]:
+    """A token's turn has the bits that it has alone, and attention reaches the turn of what it projects."""
+    results = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(3, 150, 5, 96, device="cuda", dtype=dtype)
+        turn = turn_at(sequence_of(x), x)
+        whole = rotate(x, turn)
+        alone = [rotate(x[2:, t : t + 1], (turn[0][:, t : t + 1], turn[1][:, t : t + 1])) for t in (0, 1, 149)]
+        results[f"rotary alone, {dtype}"] = torch.equal(torch.cat(alone, 1), whole[2:, [0, 1, 149]])
+        parts = torch.stack((x, x, x), 2)
+        results[f"rotary of parts, {dtype}"] = all(torch.equal(y, whole) for y in turned_parts(parts, *turn, False)[:2])
+    return results
+
+
 def packed_errors(dtype: torch.dtype, stateful: bool) -> dict[str, float]:
     """Documents shorter than the taps, with and without a state before each."""
     lengths = [1, 2, 300, 3, 64, 1]
@@ -263,7 +308,11 @@ def packed_errors(dtype: torch.dtype, stateful: bool) -> dict[str, float]:
     return errors_of(Case("", conv, function, shapes, 5, None), dtype)
 
 
-def check() -> tuple[list[dict[str, Any]], bool]:
+def chosen(case: Case, only: Sequence[str]) -> bool:
+    return not only or any(part in case.name for part in only)
+
+
+def check(only: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
     rows: list[dict[str, Any]] = []
     for dtype, limit in LIMITS.items():
         small = [
@@ -273,13 +322,16 @@ def check() -> tuple[list[dict[str, Any]], bool]:
             conv_case(2, 65, 5),
             combine_case(2, 9, 770),
             comba_case(2, 9, 3, 40),
+            *(rotary_case(2, 33, 3, dim, pairs) for dim in (2, 40, 256) for pairs in (False, True)),
+            *(swiglu_case(2, 9, width) for width in (5, 1000)),
         ]
         if dtype == torch.bfloat16:
             small += cases(2, 100, True)  # what is timed
-        found = [(case.name, errors_of(case, dtype)) for case in small]
-        found += [(f"packed, state {s}", packed_errors(dtype, s)) for s in (False, True)]
+        found = [(case.name, errors_of(case, dtype)) for case in small if chosen(case, only)]
+        if not only:
+            found += [(f"packed, state {s}", packed_errors(dtype, s)) for s in (False, True)]
         rows += [{"case": n, "dtype": str(dtype), "errors": e, "right": all(x < limit for x in e.values())} for n, e in found]
-    rows += [{"case": name, "right": bool(same)} for name, same in bits().items()]
+    rows += [{"case": name, "right": bool(same)} for name, same in (turn_bits() | ({} if only else bits())).items()]
     for row in rows:
         if not row["right"]:
             print("WRONG", row, flush=True)
@@ -346,7 +398,7 @@ def time_one(case: Case, who: str) -> dict[str, Any]:
     return row
 
 
-def plan(who: Sequence[str]) -> list[tuple[Case, str]]:
+def plan(who: Sequence[str], only: Sequence[str]) -> list[tuple[Case, str]]:
     """What is timed, the quick first: fla's convolution is tuned for half a minute."""
     large, small = cases(4, 8192, True), cases(1, 128, False)
     few = {case.name for case in small}
@@ -354,7 +406,7 @@ def plan(who: Sequence[str]) -> list[tuple[Case, str]]:
     rows = [(case, name) for case in order for name in ("kernels", "PyTorch")]
     rows += [(case, "compiled") for case in large if case.name in few]
     rows += [(case, "fla") for case in sorted(large, key=lambda case: "convolution" in case.name) if case.peer]
-    return [(case, name) for case, name in rows if name in who]
+    return [(case, name) for case, name in rows if name in who and chosen(case, only)]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -389,20 +441,22 @@ def main() -> None:
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--no-check", action="store_true", help="time what another run has checked")
     parser.add_argument("--who", default=",".join(WHO), help="what is timed: some of these, with commas")
+    parser.add_argument("--only", default="", help="cases whose name holds one of these, with commas; else all")
     parser.add_argument("--seconds", type=float, default=75.0, help="start no other case after this many seconds")
     options = parser.parse_args()
     import triton
 
+    only = [part for part in options.only.split(",") if part]
     begin = time.perf_counter()
     report: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     report["command"] = " ".join(["python", *sys.argv])
     if not options.no_check:
-        report["checks"], right = check()
+        report["checks"], right = check(only)
         print(f"checked after {time.perf_counter() - begin:.0f} s", flush=True)
         if not right or options.no_time:
             raise SystemExit(not right)
     report["times"] = []
-    for case, who in plan(options.who.split(",")):
+    for case, who in plan(options.who.split(","), only):
         if time.perf_counter() - begin > options.seconds:
             print(f"out of time before {case.name}, {who}", flush=True)
             continue

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from proteus_lm.mixers.base import ResidualLinear
+from proteus_lm.mixers.base import ResidualLinear, cast_once
+from proteus_lm.ops.triton_neighbours import runs, swiglu_product
 
 
 class MLP(nn.Module):
@@ -19,7 +20,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden) -> (..., hidden)."""
-        return self.down(silu(self.gate(x)) * self.up(x))
+        x = cast_once(x)
+        gate, up = self.gate(x), self.up(x)
+        fused = gate.dtype == up.dtype and runs(gate, up)
+        return self.down(swiglu_product(gate, up) if fused else silu(gate) * up)
 
     @staticmethod
     def parameter_count(hidden: int, inner: int) -> int:

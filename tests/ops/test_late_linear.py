@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from proteus_lm.ops.late_linear import LateLinear
+from proteus_lm.ops.late_linear import LateLinear, LateSum
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -65,3 +65,66 @@ def test_a_backward_to_inputs_alone_leaves_nothing_behind_for_the_next():
     torch.autograd.grad(y, x, retain_graph=True)
     for _ in range(2):
         torch.testing.assert_close(torch.autograd.grad(y, weight, retain_graph=True)[0], right)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_narrow_input_of_a_wide_map_has_its_gradient_from_narrow_factors_and_the_weight_a_wide_one(narrow):
+    x, weight, bias, dy = numbers(64, 32).to(narrow), numbers(12, 32), numbers(12), numbers(64, 12)
+    given = [x.clone(), weight.float(), bias.float()]
+    for leaf in given:
+        leaf.requires_grad_()
+    y = LateLinear(given[1], given[2], torch.float32)(given[0])
+    assert y.dtype == torch.float32
+    found = torch.autograd.grad(y, given, dy.float())
+    right = [dy @ weight, dy.mT @ x.double(), dy.sum(0)]
+    assert [g.dtype for g in found] == [narrow, torch.float32, torch.float32]
+    # The product and its two factors are rounded to the narrow type: half of eps each, at worst all one way. The others are fp32.
+    for a, b, tolerance in zip(found, right, (1.5 * torch.finfo(narrow).eps, 1e-6, 1e-6)):
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wide_input_is_multiplied_in_its_own_type_bit_for_bit(dtype):
+    x, weight, bias, dy = (t.to(dtype) for t in (numbers(64, 32), numbers(12, 32), numbers(12), numbers(64, 12)))
+    given = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = LateLinear(given[1], given[2], dtype)(given[0])
+    assert torch.equal(y, linear(x, weight, bias))
+    for a, b in zip(torch.autograd.grad(y, given, dy), (dy @ weight, dy.mT @ x, dy.sum(0)), strict=True):
+        assert torch.equal(a, b)
+
+
+class _Times(torch.autograd.Function):
+    """x (rows, 3) times a late tensor (3,), which gets its gradient from `add`."""
+
+    @staticmethod
+    def forward(ctx, x, late, end):
+        ctx.late, ctx.node = late, None if end is None else end.grad_fn
+        ctx.save_for_backward(x)
+        return x * late.value
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.late.add(dy * ctx.saved_tensors[0], ctx.node)
+        return dy * ctx.late.value, None, None
+
+
+def test_a_late_sum_gets_its_gradient_once_and_beside_that_of_other_uses():
+    parts, given = numbers(5, 4, 3).requires_grad_(), numbers(3).requires_grad_()
+    late = LateSum(given)
+    y = torch.stack([_Times.apply(x, late, late.end) for x in parts]).sum() + (2 * given).sum()
+    (alone,) = torch.autograd.grad(y, parts, retain_graph=True)  # leaves nothing behind for the next
+    torch.testing.assert_close(alone, given.detach().expand_as(parts))
+    for _ in range(2):
+        (found,) = torch.autograd.grad(y, given, retain_graph=True)
+        torch.testing.assert_close(found, parts.detach().sum((0, 1)) + 2, rtol=1e-12, atol=1e-12)  # fp64; another order
+
+
+def test_a_late_sum_rounds_once_and_waits_for_nothing_where_no_gradient_is_wanted():
+    given = numbers(3).bfloat16().requires_grad_()
+    late = LateSum(given)
+    x = numbers(64, 4, 3).float()
+    (found,) = torch.autograd.grad(torch.stack([_Times.apply(part.requires_grad_(), late, late.end) for part in x]).sum(), given)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, x.flatten(0, 1).sum(0).bfloat16())
+    assert LateSum(given.detach()).end is None
+    with torch.no_grad():
+        assert LateSum(given).end is None

@@ -1,4 +1,5 @@
-"""The kernels beside the memories (norms, convolution) equal the mixers' PyTorch in fp64, in Triton's interpreter where no GPU is.
+"""The kernels beside the memories (norms, convolution, rotary positions, SwiGLU) equal PyTorch in fp64, in Triton's interpreter
+where no GPU is.
 
 `tests/conftest.py` asks for the interpreter before anything imports Triton.
 """
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from proteus_lm import ActivationSchedule, ProteusConfig
 from proteus_lm.mixers import registry
+from proteus_lm.mixers.attention import AttentionMixer
 from proteus_lm.mixers.combine import COMBINE, Combine
 from proteus_lm.mixers.conv import ShortConvolution
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize
+from proteus_lm.mixers.rotary import rotate, turn_at
 from proteus_lm.mixers.state import named_tensors
+from proteus_lm.mlp import MLP
 from proteus_lm.ops import triton_neighbours
 from proteus_lm.sequence import TokenSequence
 
@@ -261,6 +265,127 @@ def test_comba_s_vectors(dtype, corrected, first, masked):
     compare(function, [*given, normal(3, seed=3)] if corrected else given, LIMITS[dtype] * 3)
 
 
+def turned_to(x: Tensor, apart: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for tokens (B, T, .., D); `apart`: each row stands at its own position."""
+    offset = torch.arange(len(x), device=DEVICE) * 3 if apart else None
+    return turn_at(TokenSequence(BASE, len(x), x.shape[1], offset=offset, device=DEVICE), x, interleaved=interleaved)
+
+
+ROTARY = [
+    (2, False, False, torch.float32), (6, True, True, torch.float32), (6, False, True, torch.float16),
+    (64, False, False, torch.float32), (64, True, False, torch.float16), (130, False, True, torch.float16),
+    (130, True, False, torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dim", "interleaved", "apart", "dtype"), ROTARY)
+def test_rotary_positions(dim, interleaved, apart, dtype, kernels):
+    """Of heads between others, with a gradient whose heads stand before its tokens."""
+
+    def function(parts: Tensor) -> Tensor:
+        turn = turned_to(parts, apart, interleaved)
+        return rotate(parts[:, :, 1], turn, interleaved=interleaved).transpose(1, 2)
+
+    compare(function, [normal(2, 7, 3, 3, dim, dtype=dtype)], LIMITS[dtype])
+
+
+@pytest.mark.parametrize(("dim", "interleaved", "apart", "dtype"), ROTARY)
+@pytest.mark.parametrize("used", ["q k v plain", "q", "k", "v", "plain", "q plain", "k v"])
+def test_rotary_positions_of_a_projection_whichever_of_its_parts_are_used(used, dim, interleaved, apart, dtype):
+    def function(x: Tensor) -> list[Tensor]:
+        parts = x.unflatten(-1, (3, -1, dim))
+        turn = turned_to(parts, apart, interleaved)
+        if x.dtype == torch.float64:
+            plain, k, v = parts.unbind(2)
+            q, k = (rotate(t, turn, interleaved=interleaved) for t in (plain, k))
+        else:
+            q, k, v, plain = triton_neighbours.turned_parts(parts, *turn, interleaved)
+            assert q.is_contiguous() and k.is_contiguous() and {t.dtype for t in (q, k, v, plain)} == {dtype}
+        named = {"q": q, "k": k, "v": v.transpose(1, 2), "plain": plain}
+        return [named[name] for name in used.split()]
+
+    compare(function, [normal(2, 7, 9 * dim, dtype=dtype)], LIMITS[dtype])
+
+
+def test_a_gradient_that_is_spread_over_its_heads_reaches_a_turned_tensor(kernels):
+    x = normal(2, 5, 3, 6).requires_grad_()  # a sum's gradient has strides of zero
+    (ours,) = torch.autograd.grad(rotate(x, turned_to(x, False, False)).sum(), x)
+    wide = x.detach().double().requires_grad_()
+    (right,) = torch.autograd.grad(rotate(wide, turned_to(wide, False, False)).sum(), wide)
+    assert_same([ours], [right], LIMITS[torch.float32])
+
+
+def test_cosine_and_sine_may_be_slices_of_longer_ones(kernels):
+    x = normal(2, 9, 3, 6)
+    turn = turned_to(x, False, False)
+    longer = [t.expand(2, -1, -1, -1)[:, 4:] for t in turn]
+    assert torch.equal(rotate(x[:, 4:], (longer[0], longer[1])), rotate(x, turn)[:, 4:])
+    with pytest.raises(RuntimeError, match="expand"):
+        rotate(x, (longer[0], longer[1]))  # of five tokens, for nine
+
+
+def test_a_turned_token_has_the_bits_it_has_alone(kernels):
+    x = normal(2, 70, 3, 64)
+    turn = turned_to(x, True, False)
+    whole = rotate(x, turn)
+    alone = [
+        rotate(x[i : i + 1, t : t + 1], (turn[0][i : i + 1, t : t + 1], turn[1][i : i + 1, t : t + 1]))
+        for i, t in ((0, 0), (1, 69))
+    ]
+    assert torch.equal(torch.cat(alone), torch.stack((whole[0, :1], whole[1, 69:])))
+
+
+def test_rows_may_lie_further_apart_than_31_bits_count(kernels, monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    far, x = 2**31 + 8, normal(2, 1, 1, 4, dtype=torch.float16)
+    apart = torch.empty(far + 4, device=DEVICE, dtype=torch.float16).as_strided(x.shape, (far, 4, 4, 1))  # two pages are touched
+    apart.copy_(x)
+    turn = turned_to(x, True, False)
+    assert torch.equal(rotate(apart, turn), rotate(x, turn))
+
+
+def test_attention_takes_its_projection_in_one_launch_each_way(kernels, monkeypatch):
+    from proteus_lm.ops.triton_neighbours import rotary  # imports triton
+
+    launches = []
+    monkeypatch.setattr(rotary, "_launch", lambda *given, run=rotary._launch: (launches.append(len(given[2])), run(*given)))
+    mixer = AttentionMixer(ProteusConfig(mixer="attention", hidden_size=12, num_heads=2, head_dim=6)).to(DEVICE)
+    x = normal(2, 5, 12)
+    for tensor in mixer.project(x, TokenSequence(BASE, 2, 5, device=DEVICE)):
+        tensor.sum().backward(retain_graph=True)
+    assert launches == [2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 130), (7, 293), (4, 512)])
+def test_the_product_of_a_swiglu(shape, dtype):
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return torch.nn.functional.silu(a) * b if a.dtype == torch.float64 else triton_neighbours.swiglu_product(a, b)
+
+    given = [normal(*shape, dtype=dtype) * 4, normal(*shape, dtype=dtype, seed=1)]
+    compare(function, given, LIMITS[dtype])
+    compare(lambda a, b: function(a.T, b.T), given, LIMITS[dtype]) if len(shape) == 2 else None
+
+
+def test_the_product_of_a_swiglu_far_from_zero():
+    a = torch.tensor([-80.0, -30.0, 0.0, 30.0, 80.0, 200.0, 6e4], device=DEVICE)  # the interpreter warns of e^89
+    compare(
+        lambda a, b: torch.nn.functional.silu(a) * b if a.dtype == torch.float64 else triton_neighbours.swiglu_product(a, b),
+        [a, normal(7)], LIMITS[torch.float32],
+    )  # fmt: skip
+
+
+def test_the_mlp_takes_the_kernel(kernels, monkeypatch):
+    from proteus_lm import mlp
+
+    calls = []
+    monkeypatch.setattr(mlp, "swiglu_product", lambda a, b: (calls.append(a.shape), triton_neighbours.swiglu_product(a, b))[1])
+    torch.manual_seed(0)
+    module, x = MLP(6, 10).to(DEVICE), normal(2, 9, 6)
+    compare(as_function(module), [x, *(p.data for p in module.parameters())], LIMITS[torch.float32])
+    assert calls == [(2, 9, 10)]
+
+
 def test_a_norm_has_the_bits_of_its_row_alone_wherever_it_lies(kernels):
     module, x = weighted(130), normal(40, 130)
     for function in (module, l2_normalize):
@@ -277,9 +402,18 @@ def test_a_gate_of_another_type_and_a_transposed_input(kernels):
     assert_same([y], [right], LIMITS[torch.float16])
 
 
-def test_second_derivatives_are_refused(kernels):
-    x = normal(2, 4).requires_grad_()
-    (gradient,) = torch.autograd.grad(l2_normalize(x).square().sum(), x, create_graph=True)
+@pytest.mark.parametrize(
+    "function",
+    [
+        l2_normalize,
+        lambda x: rotate(x[:, None, None], turned_to(x[:, None], False, False)),
+        lambda x: torch.cat(triton_neighbours.turned_parts(parts := x.view(2, 1, 3, 1, 2), *turned_to(parts, False, False), False)),
+        lambda x: triton_neighbours.swiglu_product(x, x),
+    ],
+)  # fmt: skip
+def test_second_derivatives_are_refused(function, kernels):
+    x = normal(2, 6).requires_grad_()
+    (gradient,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
 
@@ -331,3 +465,11 @@ def test_the_compiler_sees_pytorch_alone(kernels):
     x = normal(2, 9, 5)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")  # a kernel would break the graph
     assert_same([compiled(x)], [function(x).double()], LIMITS[torch.float32])
+    mixer, mlp = AttentionMixer(ProteusConfig(mixer="attention", hidden_size=12, num_heads=2, head_dim=6)).to(DEVICE), MLP(12, 5)
+
+    def layer(x: Tensor) -> Tensor:
+        return mlp.to(DEVICE)(mixer(x, TokenSequence(BASE, 2, 9, device=DEVICE))[0])
+
+    x = normal(2, 9, 12)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same([compiled(x)], [layer(x).double()], LIMITS[torch.float32])

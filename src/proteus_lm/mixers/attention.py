@@ -11,6 +11,7 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from proteus_lm.mixers.base import Mixer, ResidualLinear
 from proteus_lm.mixers.norm import wide
 from proteus_lm.mixers.rotary import check_rotary, rotate, turn_at
+from proteus_lm.ops.triton_neighbours import runs, turned_parts
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
 
@@ -153,8 +154,12 @@ class AttentionMixer(Mixer):
 
     def project(self, x: Tensor, sequence: TokenSequence) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x (B, T, hidden) -> queries before they are turned, queries, keys, values, each (B, T, H, D)."""
-        plain, k, v = self.linear(x).unflatten(-1, (3, self.heads, self.dim)).unbind(2)
-        turn = turn_at(sequence, plain)
+        parts = self.linear(x).unflatten(-1, (3, self.heads, self.dim))
+        turn = turn_at(sequence, parts)
+        if runs(parts, *turn):
+            q, k, v, plain = turned_parts(parts, *turn, False)
+            return plain, q, k, v
+        plain, k, v = parts.unbind(2)
         return plain, rotate(plain, turn), rotate(k, turn), v
 
     @property

@@ -28,6 +28,21 @@ def set_parameter(parameter: Tensor, value: Tensor) -> None:
         parameter.data.copy_(value)
 
 
+def cast_once(x: Tensor) -> Tensor:
+    """x for several linear maps: in autocast's type where autocast is on and would round x to it; else x itself.
+
+    Left to themselves the maps would each cast x, and their gradients would be cast back and added in fp32: here they are added in
+    the narrow type, and cast back once. What computes in fp32 whatever the autocast (gates, norms) must be given x itself.
+
+    Args:
+        x: (...). fp64, and types no wider than autocast's, come back as they are.
+    """
+    device = x.device.type
+    if x.dtype != torch.float32 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x  # devices without autocast (meta) must not be asked whether it is on
+    return x.to(torch.get_autocast_dtype(device))
+
+
 class GateProjection(nn.Linear):
     """A linear map for gates: computed in fp32 or wider whatever the autocast, and returned so; not decayed.
 
@@ -400,7 +415,8 @@ class MatrixMixer(Mixer):
         self, x: Tensor, sequence: TokenSequence, state: MatrixState | None = None, use_state: bool = False
     ) -> tuple[Tensor, MatrixState | None]:
         """As `Mixer.forward`; one token behind a state runs the decoding step."""
-        (q, k, v), conv = self.projection(x, sequence, None if state is None else state.conv)
+        narrow = cast_once(x)  # for the maps; the gates read x
+        (q, k, v), conv = self.projection(narrow, sequence, None if state is None else state.conv)
         inputs = self.arguments(x, q, k, v, sequence)
         if state is not None and sequence.is_step:
             active = sequence.active(self._memory_dim)
@@ -417,4 +433,4 @@ class MatrixMixer(Mixer):
                 cu_seqlens=sequence.cu_seqlens,
                 output_final_state=use_state,
             )
-        return self.output(read, x), MatrixState(conv, memory) if use_state and memory is not None else None
+        return self.output(read, narrow), MatrixState(conv, memory) if use_state and memory is not None else None

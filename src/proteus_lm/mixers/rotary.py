@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from proteus_lm.ops.triton_neighbours import runs, turned
 from proteus_lm.sequence import TokenSequence
 
 BASE = 10_000.0
@@ -34,7 +35,7 @@ def rotary_angles(positions: Tensor, dim: int, dtype: torch.dtype, *, interleave
 
 
 def turn_at(sequence: TokenSequence, x: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Cosine and sine that turn x (B, T, H, dim) to its tokens' positions, each (B or 1, T, 1, dim), fp32 or wider.
+    """Cosine and sine that turn x (B, T, .., H, dim) to its tokens' positions, each (B or 1, T, 1, dim), fp32 or wider.
 
     Computed once for all layers.
     """
@@ -50,6 +51,8 @@ def turn_at(sequence: TokenSequence, x: Tensor, *, interleaved: bool = False) ->
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
     """Turn x (B, T, H, dim) by (cosine, sine), each (B or 1, T, 1, dim); in their type, returned in x's."""
     cosine, sine = turn
+    if runs(x, cosine, sine):
+        return turned(x, cosine, sine, interleaved)
     wide = x.to(cosine.dtype)
     if interleaved:
         partner = torch.stack((-wide[..., 1::2], wide[..., ::2]), -1).flatten(-2)

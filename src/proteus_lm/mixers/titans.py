@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from proteus_lm.mixers.base import GatedOutput, GateProjection, Mixer, block_norms, gate_values, mean_open
+from proteus_lm.mixers.base import GatedOutput, GateProjection, Mixer, block_norms, cast_once, gate_values, mean_open
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import l2_normalize
 from proteus_lm.ops import TitansState, titans_memory, titans_weights
@@ -314,10 +314,18 @@ class TitansMemory(Mixer):
         return theta * torch.sigmoid(-rest[-1]), alpha, torch.sigmoid(rest[-1])
 
     def tokens_of(
-        self, x: Tensor, sequence: TokenSequence, conv: Tensor | None, gate_map: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        sequence: TokenSequence,
+        conv: Tensor | None,
+        gate_map: tuple[Tensor, Tensor] | None = None,
+        narrow: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """x (B, T, width) -> q, k, v (B, T, H, D), theta, alpha, eta (B, T, H); and the convolution's state."""
-        parts, after = self.projection(x, sequence, conv)
+        """x (B, T, width) -> q, k, v (B, T, H, D), theta, alpha, eta (B, T, H); and the convolution's state.
+
+        `narrow`: `cast_once` of x, where other maps take it too.
+        """
+        parts, after = self.projection(x if narrow is None else narrow, sequence, conv)
         return [*(l2_normalize(part) for part in parts), *self._step_sizes(x, gate_map)], after
 
     def remember(
@@ -327,16 +335,17 @@ class TitansMemory(Mixer):
         state: TitansMixerState | None = None,
         use_state: bool = False,
         made: tuple[list[Tensor], Tensor] | None = None,
+        narrow: Tensor | None = None,
     ) -> tuple[Tensor, TitansMixerState | None]:
         """Write x (B, T, width) and read it: (B, T, H, D); else as `Mixer.forward`. One token behind a state is a decoding step.
 
-        `made`: what `tokens_of` gives, where it is at hand.
+        `made`: what `tokens_of` gives, where it is at hand. `narrow`: as there.
         """
         past, initial = (None, None) if state is None else (state.conv, state.memory)
         if state is None:
             start = self._start(sequence.rows)
             past, initial = (None, None) if start is None else (start[0], start[1:])
-        tokens, conv = made or self.tokens_of(x, sequence, past)
+        tokens, conv = made or self.tokens_of(x, sequence, past, narrow=narrow)
         if state is not None and sequence.is_step:
             q, k, v, theta, alpha, eta = (t[:, 0] for t in tokens)
             read, memory = titans_step(
@@ -403,5 +412,6 @@ class TitansMixer(TitansMemory):
         self, x: Tensor, sequence: TokenSequence, state: TitansMixerState | None = None, use_state: bool = False
     ) -> tuple[Tensor, TitansMixerState | None]:
         """As `Mixer.forward`; one token behind a state runs the decoding step."""
-        read, state = self.remember(x, sequence, state, use_state)
-        return self.output(read, x), state
+        narrow = cast_once(x)
+        read, state = self.remember(x, sequence, state, use_state, narrow=narrow)
+        return self.output(read, narrow), state

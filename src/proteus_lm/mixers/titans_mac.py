@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 
 from proteus_lm.mixers.attention import AttentionMixer, AttentionState, Prefix, softmax_read
-from proteus_lm.mixers.base import gate_values, mean_open
+from proteus_lm.mixers.base import cast_once, gate_values, mean_open
 from proteus_lm.mixers.combine import Combine
 from proteus_lm.mixers.conv import ConvProjection
 from proteus_lm.mixers.norm import RMSNorm, l2_normalize
@@ -21,11 +21,11 @@ from proteus_lm.mixers.state import map_state
 from proteus_lm.mixers.titans import TitansMemory, TitansMixerState
 from proteus_lm.ops import triton_deep
 from proteus_lm.ops._deep_scan import check_position
-from proteus_lm.ops.late_linear import LateLinear
+from proteus_lm.ops.late_linear import LateLinear, LateSum
 from proteus_lm.ops.memory_read import titans_read
 from proteus_lm.ops.memory_segment import kernels_run, plan, recall
 from proteus_lm.ops.triton_deep import ChunkPlan
-from proteus_lm.ops.triton_mac import places
+from proteus_lm.ops.triton_mac import MAX_DIM, attend
 from proteus_lm.ops.triton_neighbours import runs
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.sequence import TokenSequence
@@ -55,12 +55,12 @@ class MACState(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What tokens bring that waits for no memory, each (B, T, ...): the query to the memory (H, D); of attention the turned query
-    (H, D; with persistent tokens (H, 2 D), behind it the query before it was turned), key and value (H, D), and cosine and sine
-    of the turn (1, D)."""
+    """What tokens bring that waits for no memory, each (B, T, ...): the query to the memory (H, D); of attention the query, turned
+    and before it was turned, key and value (H, D), and cosine and sine of the turn (1, D)."""
 
     query: Tensor
     q: Tensor
+    plain: Tensor
     k: Tensor
     v: Tensor
     cosine: Tensor
@@ -68,9 +68,9 @@ class Given(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The work on a segment before and behind attention's answer, as functions of tensors that can be compiled."""
+    """The work on a segment before and behind attention, as functions of tensors that can be compiled."""
 
-    answer: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    recalled: Callable[..., Tensor]
     tokens_of: Callable[..., tuple[list[Tensor], Tensor]]
 
 
@@ -84,13 +84,15 @@ class Maps(NamedTuple):
 
 
 class Once(NamedTuple):
-    """What all segments of a forward share: keys and values (n, 2, H, D) of the persistent places, maps, code, and whether whole
-    segments run by the kernels of `ops.memory_segment`."""
+    """What all segments of a forward share: keys and values (n, 2, H, D) of the persistent places, and the same for kernels, maps,
+    code, whether whole segments run by the kernels of `ops.memory_segment`, and the segment behind which the state is wanted."""
 
     front: Tensor | None
+    late: LateSum | None
     maps: Maps
     pieces: Pieces
     kernels: bool
+    last: Segment | None
 
     @property
     def places(self) -> int:
@@ -201,14 +203,17 @@ class MACMixer(TitansMemory):
         if self.persistent is not None:
             front = linear(self.persistent.to(weight.dtype), weight).unflatten(-1, (2, *given.k.shape[2:]))
         kernels = not sequence.is_step and self._kernels_run(given.query)
-        once = Once(front, self._maps(weight, pieces is EAGER and not sequence.is_step), pieces, kernels)
+        parts = [] if sequence.is_step else segments(sequence, self.segment)
+        last = parts[-1] if parts and use_state else None
+        late = None if front is None or sequence.is_step else LateSum(front)
+        once = Once(front, late, self._maps(weight, pieces is EAGER and not sequence.is_step), pieces, kernels, last)
         if sequence.is_step:
             attended, remembered, state = self._within(given, once, Step(sequence, self.segment), state)
         else:
             if once.kernels and not fresh:
                 at = sequence.offset if sequence.start is None else sequence.start
                 check_position(0 if at is None else at, state.memory.memory.position)
-            parts, attended, remembered = segments(sequence, self.segment), [], []
+            attended, remembered = [], []
             for part, *tokens in zip(parts, *(cut(tokens, parts) for tokens in given)):
                 y, m, state = self._rows(Given(*tokens), once, part, state)
                 attended.append(y)
@@ -231,11 +236,11 @@ class MACMixer(TitansMemory):
 
     def _given(self, x: Tensor, sequence: TokenSequence, conv: Tensor) -> tuple[Given, Tensor]:
         """What tokens x (B, T, hidden) bring along, and the state of the queries' convolution."""
-        (query,), after = self.query(x, sequence, conv)
-        plain, q, k, v = self.attention.project(x, sequence)
-        q = q if self.persistent is None else torch.cat((q, plain), -1)
+        narrow = cast_once(x)
+        (query,), after = self.query(narrow, sequence, conv)
+        plain, q, k, v = self.attention.project(narrow, sequence)
         turn = (t.expand(len(x), *t.shape[1:]) for t in turn_at(sequence, plain))
-        return Given(l2_normalize(query), q, k, v, *turn), after
+        return Given(l2_normalize(query), q, plain, k, v, *turn), after
 
     def _rows(self, given: Given, once: Once, part: Segment, state: MACState) -> tuple[Tensor, Tensor, MACState]:
         """A segment of the rows that take part in it; the others keep their state."""
@@ -251,20 +256,18 @@ class MACMixer(TitansMemory):
             return self._whole(given, once, slots, state)
         state, schedule = _begin(state, slots), slots.sequence.schedule
         active = None if schedule.blocks == 1 else schedule.active(self.units, slots.positions)
-        mask = slots.visible(once.places)
         if slots.whole:
-            read = self.read_still(state.weights, given.query, active)
-            attended, *recalled = once.pieces.answer(self, given, once.maps, read, mask, once.front)
-            recalled, tokens = AttentionState(*recalled), AttentionState(given.k, given.v)
+            made = once.pieces.recalled(self, self.read_still(state.weights, given.query, active), once.maps)
+            attended, recalled, tokens = _attended(given, made, once, slots, state)
         else:
+            mask, front = slots.visible(once.places), _prefix(once.front)
             read = self.read_still(state.weights, slots.spread(given.query), active)
-            new = self.recalled(read, once.maps).unbind(2)
-            keys, values = (slots.gather(t) for t in new)
+            keys, values = (slots.gather(t) for t in recalled_of(self, read, once.maps).unbind(2))
             keys = rotate(keys, (given.cosine, given.sine))
             recalled = AttentionState(slots.keep(state.recalled.keys, keys), slots.keep(state.recalled.values, values))
             tokens = AttentionState(slots.keep(state.tokens.keys, given.k), slots.keep(state.tokens.values, given.v))
             seen = [torch.cat((h[:, : slots.width], s[:, : slots.width]), 1) for h, s in zip(recalled, tokens)]
-            attended = slots.gather(softmax_read(slots.spread(given.q), seen[0], seen[1], mask, _prefix(once.front))).flatten(-2)
+            attended = slots.gather(softmax_read(slots.spread(_queries(given, front)), seen[0], seen[1], mask, front)).flatten(-2)
         made = once.pieces.tokens_of(self, attended, slots.sequence, state.memory.conv, once.maps)
         remembered, memory = self.remember(attended, slots.sequence, state.memory, True, made)
         assert memory is not None
@@ -277,15 +280,13 @@ class MACMixer(TitansMemory):
         like, depth, plan = [*memory.weights, *memory.momentum], len(memory.weights), self._plan(part)
         start = triton_deep.packed(memory.weights, memory.momentum)
         read, cells = recall(given.query, start, like, plan, self.chunk, self.function)
-        mask = _bias(part, once.places, given.q.dtype)
-        attended, *recalled = once.pieces.answer(self, given, once.maps, read, mask, once.front)
+        attended, recalled, seen = _attended(given, once.pieces.recalled(self, read, once.maps), once, part, state)
         tokens, conv = once.pieces.tokens_of(self, attended, sequence, state.memory.conv, once.maps)
         options = {"chunk": self.chunk, "read": self.read, "memory_activation": self.function}
         remembered, end = triton_deep.walk(tokens, cells, plan, depth=depth, **options)
         weights, parts = triton_deep.unpack(start, like)[:depth], triton_deep.unpack(end, like)
         memory = memory._replace(weights=tuple(parts[:depth]), momentum=tuple(parts[depth:]), position=_behind(sequence))
-        seen = AttentionState(*recalled), AttentionState(given.k, given.v)
-        return attended, remembered, MACState(state.query, tuple(weights), *seen, TitansMixerState(conv, memory))
+        return attended, remembered, MACState(state.query, tuple(weights), recalled, seen, TitansMixerState(conv, memory))
 
     def _plan(self, part: Segment) -> ChunkPlan:
         """What opens where in a whole segment: one plan for all layers, and for all segments that the host knows to open alike."""
@@ -308,32 +309,11 @@ class MACMixer(TitansMemory):
         """What queries (N, W, H, D) find in the memory before their segment."""
         return titans_read(weights, query, active, memory_activation=self.function, residual_norm=self.norm)
 
-    def recalled(self, read: Tensor, maps: Maps) -> Tensor:
-        """Keys, not turned, and values of what was read (N, W, H, D): (N, W, 2, H, D)."""
-        x = self.recall_norm(_mapped(read.flatten(-2), maps.recall))
-        return _mapped(x, maps.keys_values).unflatten(-1, (2, *read.shape[2:]))
 
-
-def answer(
-    mixer: MACMixer, given: Given, maps: Maps, read: Tensor, mask: Tensor, front: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a whole segment: attention's answer (B, T, H D), and the keys and values that were recalled.
-
-    `mask`: bool, or what is added to the scores.
-    """
-    made = mixer.recalled(read, maps)
-    if runs(made, given.k, given.v):
-        keys, values = places(made, given.cosine, given.sine, given.k, given.v, front)
-        length, dim = made.shape[1], made.shape[4]
-        q, k, v = (x.transpose(1, 2) for x in (given.q, keys, values))
-        found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=dim**-0.5).transpose(1, 2)
-        first = keys.shape[1] - 2 * length
-        keys, values = (t[:, first : first + length, :, :dim] for t in (keys, values))
-        return found.flatten(-2), keys, values
-    keys, values = made.unbind(2)
-    keys = rotate(keys, (given.cosine, given.sine))
-    found = softmax_read(given.q, torch.cat((keys, given.k), 1), torch.cat((values, given.v), 1), mask, _prefix(front))
-    return found.flatten(-2), keys, values
+def recalled_of(mixer: MACMixer, read: Tensor, maps: Maps) -> Tensor:
+    """Keys, not turned, and values of what was read (N, W, H, D): (N, W, 2, H, D)."""
+    x = mixer.recall_norm(_mapped(read.flatten(-2), maps.recall))
+    return _mapped(x, maps.keys_values).unflatten(-1, (2, *read.shape[2:]))
 
 
 def tokens_of(mixer: MACMixer, x: Tensor, sequence: TokenSequence, conv: Tensor, maps: Maps) -> tuple[list[Tensor], Tensor]:
@@ -348,6 +328,32 @@ def tokens_of(mixer: MACMixer, x: Tensor, sequence: TokenSequence, conv: Tensor,
     return [*(l2_normalize(part.unflatten(-1, (projection.heads, -1))) for part in parts), *mixer.sizes_of(z)], after
 
 
+def _attended(
+    given: Given, made: Tensor, once: Once, slots: Slots, state: MACState
+) -> tuple[Tensor, AttentionState, AttentionState]:
+    """Of a whole segment that recalled `made`: attention's answer (B, T, H D), and the slots behind it, recalled and tokens.
+
+    The next token begins a segment and empties them, so they are those of before unless the state is handed out.
+    """
+    turn, (keys, values) = (given.cosine, given.sine), made.unbind(2)
+    kernel, wanted = given.q.shape[-1] <= MAX_DIM and runs(made, given.q, given.k, given.v), slots is once.last
+    if wanted or not kernel:
+        keys = rotate(keys, turn)
+    if kernel:
+        found = attend(given.q, given.plain, made, *turn, given.k, given.v, once.late)
+    else:
+        seen = torch.cat((keys, given.k), 1), torch.cat((values, given.v), 1)
+        front = _prefix(once.front)
+        found = softmax_read(_queries(given, front), *seen, slots.visible(once.places), front)
+    behind = (AttentionState(keys, values), AttentionState(given.k, given.v)) if wanted else (state.recalled, state.tokens)
+    return found.flatten(-2), *behind
+
+
+def _queries(given: Given, prefix: Prefix | None) -> Tensor:
+    """As `softmax_read` takes them."""
+    return given.q if prefix is None else torch.cat((given.q, given.plain), -1)
+
+
 def _prefix(front: Tensor | None) -> Prefix | None:
     return None if front is None else Prefix(*front.unbind(1))
 
@@ -356,12 +362,12 @@ def _mapped(x: Tensor, by: Tensor | LateLinear) -> Tensor:
     return by(x) if isinstance(by, LateLinear) else linear(x.to(by.dtype), by)
 
 
-EAGER = Pieces(answer, tokens_of)
+EAGER = Pieces(recalled_of, tokens_of)
 
 
 @cache
 def _compiled() -> Pieces:
-    return Pieces(torch.compile(EAGER.answer), torch.compile(EAGER.tokens_of))
+    return Pieces(torch.compile(EAGER.recalled), torch.compile(EAGER.tokens_of))
 
 
 def _run_pieces(
@@ -388,19 +394,6 @@ def _begin(state: MACState, slots: Slots) -> MACState:
         return state._replace(weights=weights)
     recalled, tokens = (map_state(lambda s: fresh(s.new_zeros(()), s), side) for side in (state.recalled, state.tokens))
     return state._replace(weights=weights, recalled=recalled, tokens=tokens)
-
-
-def _bias(part: Segment, front: int, dtype: torch.dtype) -> Tensor:
-    """`Segment.visible` as what is added to scores: made once, where attention would make it of the mask in every segment. Its
-    rows start at multiples of 16 numbers, as a GPU's kernels want them."""
-
-    def make() -> Tensor:
-        seen = part.visible(front)
-        width = seen.shape[-1]
-        bias = torch.zeros(*seen.shape[:-1], -(-width // 16) * 16, device=seen.device, dtype=dtype)[..., :width]
-        return bias.masked_fill_(~seen, float("-inf"))
-
-    return part.shared(("bias", part.width, front, dtype), make)
 
 
 def _behind(sequence: TokenSequence) -> Tensor:

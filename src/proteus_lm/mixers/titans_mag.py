@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from proteus_lm.mixers.base import cast_once
 from proteus_lm.mixers.combine import Combine
 from proteus_lm.mixers.titans_window import WindowedState, WindowedTitans
 from proteus_lm.sequence import TokenSequence
@@ -33,7 +34,8 @@ class MAGMixer(WindowedTitans):
     ) -> tuple[Tensor, WindowedState | None]:
         """As `Mixer.forward`."""
         before, window = (None, None) if state is None else state
-        remembered, memory = self.remember(x, sequence, before, use_state)
-        attended, window = self.attention.attend(x, sequence, window, use_state, self.persistent)
+        narrow = cast_once(x)
+        remembered, memory = self.remember(x, sequence, before, use_state, narrow=narrow)
+        attended, window = self.attention.attend(narrow, sequence, window, use_state, self.persistent)
         y = self.attention.out(self.combine(attended, remembered.flatten(-2)))
         return y, WindowedState(memory, window) if memory is not None and window is not None else None

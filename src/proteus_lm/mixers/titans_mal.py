@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn.functional import silu
 
-from proteus_lm.mixers.base import GatedOutput
+from proteus_lm.mixers.base import GatedOutput, cast_once
 from proteus_lm.mixers.norm import RMSNorm
 from proteus_lm.mixers.titans_window import WindowedState, WindowedTitans
 from proteus_lm.sequence import TokenSequence
@@ -43,8 +43,9 @@ class MALMixer(WindowedTitans):
     ) -> tuple[Tensor, WindowedState | None]:
         """As `Mixer.forward`."""
         before, window = (None, None) if state is None else state
-        read, memory = self.remember(x, sequence, before, use_state)
-        remembered = self.output(read, x)
+        narrow = cast_once(x)
+        read, memory = self.remember(x, sequence, before, use_state, narrow=narrow)
+        remembered = self.output(read, narrow)
         z = self.attention_norm(x + remembered)
         attended, window = self.attention.attend(z, sequence, window, use_state, self.persistent)
         y = remembered + self.attention.out(attended)

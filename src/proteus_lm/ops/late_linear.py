@@ -1,4 +1,4 @@
-"""A linear map used many times in a forward, whose weight gets its gradient in one product when all uses have had theirs.
+"""What is used many times in a forward and gets its gradient once, when all uses have had theirs: a linear map, or a tensor.
 
 A loop over segments would else make a small product and a sum as large as the weight for each, and round each sum to the type of
 the products.
@@ -23,21 +23,30 @@ class LateLinear:
     To be made in the forward that uses it. First derivatives only.
 
     Args:
-        dtype: of the product; x is brought to it.
+        dtype: of the product; x is brought to it. The gradient of x in a narrower type is multiplied in that type, to which it is
+            rounded anyway; those of weight and bias are not.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self._weight, self._bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        self._narrow: dict[torch.dtype, Tensor] = {}
         self._uses: Uses = []
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, bias))
         self._end = _End.apply(weight, bias, self._uses) if wanted else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        x = x.to(self._weight.dtype)
         if not torch.is_grad_enabled() or (self._end is None and not x.requires_grad):
-            return _product(x, self._weight, self._bias)
-        return _Use.apply(x, self._end, self._weight, self._bias, self._uses)
+            return _product(x.to(self._weight.dtype), self._weight, self._bias)
+        return _Use.apply(x, self._end, self._weight, self._bias, self._uses, self._back(x.dtype))
+
+    def _back(self, dtype: torch.dtype) -> Tensor:
+        """The weight that gives the gradient of an input in `dtype`."""
+        if dtype.itemsize >= self._weight.dtype.itemsize:
+            return self._weight
+        if dtype not in self._narrow:
+            self._narrow[dtype] = self._weight.to(dtype)
+        return self._narrow[dtype]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,19 +56,21 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Use(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, end: Tensor | None, weight: Tensor, bias: Tensor | None, uses: Uses) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.uses, ctx.end = (None, None) if end is None else (uses, end.grad_fn)
-        return _product(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, end: Tensor | None, weight: Tensor, bias: Tensor | None, uses: Uses, back: Tensor) -> Tensor:
+        given = x.to(weight.dtype)
+        # Of x and what is made of it, the one with fewer bytes.
+        ctx.save_for_backward(x if x.dtype.itemsize < given.dtype.itemsize else given, back)
+        ctx.uses, ctx.end, ctx.kind = *((None, None) if end is None else (uses, end.grad_fn)), x.dtype
+        return _product(given, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        # A backward of inputs alone has no end, and must leave nothing to the next one.
-        if ctx.uses is not None and torch._C._will_engine_execute_node(ctx.end):
+        x, back = ctx.saved_tensors
+        if _executed(ctx.end):
             ctx.uses.append((x.flatten(0, -2), dy.flatten(0, -2)))
-        return dy @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
+        dx = (dy.to(back.dtype) @ back).to(ctx.kind) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None
 
 
 class _End(torch.autograd.Function):
@@ -79,4 +90,52 @@ class _End(torch.autograd.Function):
         x, dy = (torch.cat(part) for part in zip(*ctx.uses))
         ctx.uses.clear()
         d_bias = dy.sum(0, dtype=ctx.types[1]) if ctx.types[1] is not None else None
-        return (dy.mT @ x).to(ctx.types[0]), d_bias, None
+        return (dy.mT @ x.to(dy.dtype)).to(ctx.types[0]), d_bias, None
+
+
+class LateSum:
+    """A tensor for operations that work out its gradient themselves, each for many rows: all parts are summed at once.
+
+    To be made in the forward that uses it. An operation takes `value`, and `end` as an input that it gives no gradient; its
+    backward calls `add`. First derivatives only.
+
+    Args:
+        x: any shape.
+
+    Attributes:
+        value: x without a gradient.
+        end: a number that makes the sum wait for the operations; None where x needs no gradient.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.value, self._parts = x.detach(), []
+        self.end = _Sum.apply(x, self._parts) if torch.is_grad_enabled() and x.requires_grad else None
+
+    def add(self, part: Tensor, node: Any) -> None:
+        """A part (rows, *shape) of the gradient; `node`: `end.grad_fn`, kept by the operation."""
+        if _executed(node):
+            self._parts.append(part)
+
+
+class _Sum(torch.autograd.Function):
+    """As `_End`, of a `LateSum`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: list[Tensor]) -> Tensor:
+        ctx.parts, ctx.kind = parts, x.dtype
+        ctx.set_materialize_grads(False)
+        return x.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, None]:
+        if not ctx.parts:
+            return None, None
+        total = torch.cat(ctx.parts).sum(0)
+        ctx.parts.clear()
+        return total.to(ctx.kind), None
+
+
+def _executed(node: Any) -> bool:
+    """Whether this backward reaches an end: one to inputs alone does not, and must leave nothing to the next one."""
+    return node is not None and torch._C._will_engine_execute_node(node)

@@ -1,14 +1,19 @@
 """GPU kernels (Triton) of what a segment of MAC does around its memory, one launch each way: reading a memory that stands still,
-step sizes from the values of their maps, and the places that attention sees.
+step sizes from the values of their maps, and attention.
 
-A segment waits for the one before it, so that time goes into the number of launches. All compute in fp32 (products of queries in
-bf16 take their factors in bf16) and give what PyTorch gives that stands beside them. First derivatives only. Importing this needs
-no Triton; calling a kernel does.
+A segment waits for the one before it, so that time goes into the number of launches. All compute in fp32 (products of tensors in
+bf16 or fp16 take their factors in that type) and give what PyTorch gives that stands beside them. First derivatives only. Importing
+this needs no Triton; calling a kernel does.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
+
+from proteus_lm.ops.late_linear import LateSum
+
+MAX_DIM = 128
+"""Numbers of a head in `attend`: programs hold tiles of them."""
 
 
 def still_read(
@@ -41,18 +46,23 @@ def step_sizes(z: Tensor, heads: int, alpha: bool, eta: bool, scale: float) -> t
     return StepSizes.apply(z, heads, alpha, eta, scale)
 
 
-def places(made: Tensor, cosine: Tensor, sine: Tensor, k: Tensor, v: Tensor, front: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values of the prefix, of what was recalled and of the tokens, one behind the other.
+def attend(
+    q: Tensor, plain: Tensor, made: Tensor, cosine: Tensor, sine: Tensor, k: Tensor, v: Tensor, front: LateSum | None
+) -> Tensor:
+    """Softmax attention of a whole segment: a token sees the prefix, what was recalled up to its own place, and so of tokens.
+
+    In fp32, products in q's type with sums in fp32 (fp32: in tf32 where PyTorch may, else in three of them).
 
     Args:
-        made: (N, T, 2, H, D), keys (not turned) and values that were recalled.  cosine, sine: (N or 1, T, 1, D), their turn.
-        k, v: (N, T, H, D), of the tokens.
-        front: (n, 2, H, D), keys and values of the prefix: keys are then (.., 2 D) as `mixers.attention.softmax_read` says, 0 where
-            they have no part.
+        q, k: (N, T, H, D), turned to their positions, D even and at most MAX_DIM.  v: (N, T, H, D).
+        plain: (N, T, H, D), the queries before they were turned, which meet the prefix; read with a prefix alone.
+        made: (N, T, 2, H, D), keys (not turned) and values that were recalled.
+        cosine, sine: (N or 1, T, 1, D), their turn: half-split, both coordinates of a pair alike; no gradient.
+        front: (n, 2, H, D), keys and values of the prefix.
 
     Returns:
-        (N, n + 2 T, H, D or 2 D), (N, n + 2 T, H, D), in the type of `made`.
+        (N, T, H, D), contiguous, in q's type.
     """
-    from proteus_lm.ops.triton_mac._places import Places
+    from proteus_lm.ops.triton_mac._attention import Attend
 
-    return Places.apply(made, cosine, sine, k, v, front)
+    return Attend.apply(q, plain, made, cosine, sine, k, v, front, None if front is None else front.end)

@@ -1,7 +1,7 @@
-"""GPU kernels (Triton) of what stands beside a memory: L2 norm, RMS norm with its gate, convolution with SiLU, Comba's vectors, and
-(`cross_entropy.py`, for `ops.cross_entropy`) the softmax of logits.
+"""GPU kernels (Triton) of what stands beside a memory: L2 norm, RMS norm with its gate, convolution with SiLU, Comba's vectors,
+rotary positions, the product of a SwiGLU MLP, and (`cross_entropy.py`, for `ops.cross_entropy`) the softmax of logits.
 
-Eager PyTorch passes over the tokens 7 to 20 times for each of these; a kernel passes once forward and once backward. `runs` says
+Eager PyTorch passes over the tokens 7 to 30 times for each of these; a kernel passes once forward and once backward. `runs` says
 whether the kernels take some tensors; where they do not, the mixers run the same mathematics in PyTorch. Under `torch.compile` they
 never run, for the compiler fuses PyTorch. In the environment PROTEUS_NEIGHBOURS=torch leaves them out.
 
@@ -141,3 +141,37 @@ def comba_vectors(
     from proteus_lm.ops.triton_neighbours.comba import CombaVectors  # imports triton
 
     return CombaVectors.apply(q, k, decay, correction, active, eps, decay_first)
+
+
+def turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    """Pairs (a, b) of x's last dimension turned: (a cos - b sin, b cos + a sin), in x's type, contiguous.
+
+    Args:
+        x: (B, T, H, D), D even, of any strides.
+        cosine, sine: (B or 1, T, 1, D), both coordinates of a pair alike; they get no gradient.
+        interleaved: pairs are (2i, 2i + 1); else (i, i + D / 2).
+    """
+    from proteus_lm.ops.triton_neighbours.rotary import Turn  # imports triton
+
+    return Turn.apply(x, cosine, sine, interleaved)
+
+
+def turned_parts(parts: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `turned` of the queries and keys of a projection, whose gradient is written in one launch, whichever results are used.
+
+    Args:
+        parts: (B, T, 3, H, D), queries, keys and values.
+
+    Returns:
+        q and k turned, contiguous; v and the queries before the turn, views of `parts`. Each (B, T, H, D).
+    """
+    from proteus_lm.ops.triton_neighbours.rotary import TurnParts  # imports triton
+
+    return TurnParts.apply(parts, cosine, sine, interleaved)
+
+
+def swiglu_product(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) b of tensors of one shape and type, in that type."""
+    from proteus_lm.ops.triton_neighbours.swiglu import SwiGLU  # imports triton
+
+    return SwiGLU.apply(a, b)
