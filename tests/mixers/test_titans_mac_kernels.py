@@ -86,6 +86,18 @@ def _tensors(state) -> list[torch.Tensor]:
     return [state] if isinstance(state, torch.Tensor) else [t for part in state for t in _tensors(part)]
 
 
+def test_the_state_behind_a_whole_segment_holds_its_slots(kernels):
+    """What was recalled and the tokens, though the next token empties them: the state is what steps would have left."""
+    model, ids = model_of(persistent_tokens=2), torch.randint(0, 41, (2, 64), generator=torch.Generator().manual_seed(1))
+    states = []
+    with torch.no_grad():
+        for m in (copy.deepcopy(model).float(), model):
+            states.append([t for state in m(ids, use_cache=True).past_key_values.states for t in _tensors(state)])
+    assert len(kernels) == 2
+    floating = [[t for t in state if t.is_floating_point()] for state in states]
+    assert worst(*floating) < TOLERANCE and states[1][3].any()
+
+
 def test_a_state_at_another_position_is_refused(kernels):
     config = model_of().config
     assert isinstance(config, ProteusConfig)
@@ -154,5 +166,5 @@ def test_a_segment_needs_few_launches(kernels, monkeypatch, blocks):
     work(64)  # what is made once a process
     few, many = (launches(lambda n=n: work(n)) for n in (64, 128))
     assert len(kernels) == 8
-    # Found: 71 and 84, some 15 of them attention's, which a CPU puts together of small operators; other releases do so of more.
-    assert (many - few) / 2 < 120
+    # Found: 49 and 62; other releases may put an operator together of more.
+    assert (many - few) / 2 < 85

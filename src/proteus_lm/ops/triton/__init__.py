@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ _INSTALLED = importlib.util.find_spec("triton") is not None  # once, for a decod
 def installed() -> bool:
     """Whether the package triton is there."""
     return _INSTALLED
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a GPU's shared memory that one program can have."""
+    import triton
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return cast("Any", triton.runtime.driver.active).utils.get_device_properties(index)["max_shared_mem"]
 
 
 def refuse(operation: str, tensors: tuple[Tensor, ...]) -> str | None:

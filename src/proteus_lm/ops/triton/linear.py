@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from proteus_lm.ops.triton import backward, forward
+from proteus_lm.ops.triton import backward, forward, shared_memory
 from proteus_lm.ops.triton.plan import TILE, Plan, build, capacity, regular
 
 # Launching a kernel is outside what its signature says.
@@ -128,13 +128,7 @@ def _stages(keys: int, chunk: int, half: bool, device: torch.device) -> int:
     if not half or (keys > 128 and chunk > 32):
         return 1
     most, least, kib = (2, 1, 128) if keys > 128 else (3, 2, 226)
-    return most if INTERPRETED or _shared_memory(device) >= kib * 1024 else least
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return cast("Any", triton.runtime.driver.active).utils.get_device_properties(index)["max_shared_mem"]
+    return most if INTERPRETED or shared_memory(device) >= kib * 1024 else least
 
 
 def _walk(s: Shape, rule: str, has_p: bool, half: bool, device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ to 3.7 compile some of those wrongly on Hopper). They work out the row sums of d
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from proteus_lm.ops.late_linear import LateSum
+from proteus_lm.ops.triton import shared_memory
 from proteus_lm.ops.triton_deep._common import operand
 
 # Of each kernel: launch options; queries (BM) and places (BN) of a tile, at most, as checked on a GPU. Never one stage: Triton 3.6
@@ -309,10 +310,7 @@ def attend_backward_kernel(
 @cache
 def _side(width: int, device: torch.device) -> int:
     """Of tiles of `width` bytes a place: how many places the device's shared memory has room for. Two stages take 12 tiles."""
-    room, side = 227 * 1024, 128
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        room = cast("Any", triton.runtime.driver.active).utils.get_device_properties(index)["max_shared_mem"]
+    room, side = shared_memory(device) if device.type == "cuda" else 227 * 1024, 128
     while side > 16 and 13 * side * width > room:
         side //= 2
     return side
