@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201 -- kernels: their arguments are pointers, tiles and constants, which Triton types itself
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
 """Backward kernels of the linear memories. Notation of `forward.py`; d marks a gradient, dS that of the state after the chunk.
 
     dfresh = attend^T do + e^(total - G) k dS;  dv = (solve beta)^T dfresh   (without DELTA: dv = dfresh)
