@@ -26,7 +26,7 @@ PACKAGES = (
     *("proteus-lm", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "tyro"),
     *("triton", "flash-linear-attention", "matplotlib", "tensorboard", "lm-eval"),
 )
-NEIGHBOURS = "norms, convolution, step sizes, attention's places"
+NEIGHBOURS = "norms, convolution, rotary positions, SwiGLU, step sizes, attention in a segment"
 """Fused kernels beside the memories: `proteus_lm.ops.triton_neighbours` and `triton_mac`."""
 # Root mean square over a whole tensor, relative to the reference (design.md); the inputs are rounded before both sides.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
