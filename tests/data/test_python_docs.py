@@ -38,7 +38,8 @@ def test_topics_and_docstrings_are_in_it_once(texts):
 
 
 def test_nothing_is_imported(texts):
-    assert any(text.startswith("turtledemo") for text in texts)
+    documented = {text.split(maxsplit=1)[0] for text in texts} & sys.stdlib_module_names
+    assert len(documented - {*sys.modules}) > 10
     assert not {"turtledemo", "antigravity", "this"} & set(sys.modules)
 
 
