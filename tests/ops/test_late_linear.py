@@ -128,3 +128,31 @@ def test_a_late_sum_rounds_once_and_waits_for_nothing_where_no_gradient_is_wante
     assert LateSum(given.detach()).end is None
     with torch.no_grad():
         assert LateSum(given).end is None
+
+
+class _Fails(torch.autograd.Function):
+    """Whose first backward fails, as one does that finds no memory."""
+
+    @staticmethod
+    def forward(ctx, x, tries):
+        ctx.tries = tries
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.tries.append(1)
+        if len(ctx.tries) == 1:
+            raise MemoryError
+        return dy, None
+
+
+@pytest.mark.parametrize("kind", ["linear", "sum"])
+def test_a_backward_that_failed_leaves_nothing_behind_for_the_next(kind):
+    given = (numbers(3, 3) if kind == "linear" else numbers(3)).requires_grad_()
+    late = LateLinear(given, None, torch.float64) if kind == "linear" else LateSum(given)
+    use = late if isinstance(late, LateLinear) else lambda x: _Times.apply(x, late, late.end)
+    y = use(_Fails.apply(use(numbers(5, 3).requires_grad_()), []))  # the second use has had its backward when the first cannot
+    with pytest.raises(MemoryError):
+        y.sum().backward(retain_graph=True)
+    (found,) = torch.autograd.grad(y.sum(), given, retain_graph=True)
+    assert given.grad is None and torch.equal(torch.autograd.grad(y.sum(), given)[0], found)

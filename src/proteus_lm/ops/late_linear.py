@@ -13,8 +13,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-Uses = list[tuple[Tensor, Tensor]]
-"""Input (tokens, in) and gradient of the output (tokens, out) of each use."""
+
+class _Parts:
+    """What uses bring to an end, each backward's apart: what one that failed has left is no other's."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[Any]] = {}
+
+    def add(self, part: Any) -> None:
+        """Within the backward of a use."""
+        self._of.setdefault(torch._C._current_graph_task_id(), []).append(part)
+
+    def take(self) -> list[Any]:
+        """Within the backward of the end."""
+        return self._of.pop(torch._C._current_graph_task_id(), [])
 
 
 class LateLinear:
@@ -30,7 +42,7 @@ class LateLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self._weight, self._bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
         self._narrow: dict[torch.dtype, Tensor] = {}
-        self._uses: Uses = []
+        self._uses = _Parts()
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (weight, bias))
         self._end = _End.apply(weight, bias, self._uses) if wanted else None
 
@@ -56,7 +68,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Use(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, end: Tensor | None, weight: Tensor, bias: Tensor | None, uses: Uses, back: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, end: Tensor | None, weight: Tensor, bias: Tensor | None, uses: _Parts, back: Tensor) -> Tensor:
         given = x.to(weight.dtype)
         # Of x and what is made of it, the one with fewer bytes.
         ctx.save_for_backward(x if x.dtype.itemsize < given.dtype.itemsize else given, back)
@@ -68,7 +80,7 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, back = ctx.saved_tensors
         if _executed(ctx.end):
-            ctx.uses.append((x.flatten(0, -2), dy.flatten(0, -2)))
+            ctx.uses.add((x.flatten(0, -2), dy.flatten(0, -2)))
         dx = (dy.to(back.dtype) @ back).to(ctx.kind) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None, None
 
@@ -77,7 +89,7 @@ class _End(torch.autograd.Function):
     """A number that every use takes: so this backward runs behind theirs."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, uses: Uses) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, uses: _Parts) -> Tensor:
         ctx.uses, ctx.types = uses, (weight.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
         return weight.new_empty(())
@@ -85,10 +97,10 @@ class _End(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not ctx.uses:
+        uses = ctx.uses.take()
+        if not uses:
             return None, None, None
-        x, dy = (torch.cat(part) for part in zip(*ctx.uses))
-        ctx.uses.clear()
+        x, dy = (torch.cat(part) for part in zip(*uses))
         d_bias = dy.sum(0, dtype=ctx.types[1]) if ctx.types[1] is not None else None
         return (dy.mT @ x.to(dy.dtype)).to(ctx.types[0]), d_bias, None
 
@@ -108,20 +120,20 @@ class LateSum:
     """
 
     def __init__(self, x: Tensor) -> None:
-        self.value, self._parts = x.detach(), []
+        self.value, self._parts = x.detach(), _Parts()
         self.end = _Sum.apply(x, self._parts) if torch.is_grad_enabled() and x.requires_grad else None
 
     def add(self, part: Tensor, node: Any) -> None:
         """A part (rows, *shape) of the gradient; `node`: `end.grad_fn`, kept by the operation."""
         if _executed(node):
-            self._parts.append(part)
+            self._parts.add(part)
 
 
 class _Sum(torch.autograd.Function):
     """As `_End`, of a `LateSum`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parts: _Parts) -> Tensor:
         ctx.parts, ctx.kind = parts, x.dtype
         ctx.set_materialize_grads(False)
         return x.new_empty(())
@@ -129,11 +141,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, None]:
-        if not ctx.parts:
-            return None, None
-        total = torch.cat(ctx.parts).sum(0)
-        ctx.parts.clear()
-        return total.to(ctx.kind), None
+        parts = ctx.parts.take()
+        return (torch.cat(parts).sum(0).to(ctx.kind) if parts else None), None
 
 
 def _executed(node: Any) -> bool:

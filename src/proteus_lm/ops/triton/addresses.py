@@ -54,7 +54,7 @@ def _store_rows(x, start, tile, rows, columns, STRIDE: tl.constexpr):
     R: tl.constexpr = tile.shape[0]
     N: tl.constexpr = tile.shape[1]
     BYTES: tl.constexpr = N * x.dtype.element_ty.primitive_bitwidth // 8
-    L: tl.constexpr = 16 if BYTES <= 32 else (512 // BYTES if BYTES < 512 else 1)  # rows that a warp stores at once
+    L: tl.constexpr = 16 if BYTES <= 32 else 512 // BYTES  # rows that a warp stores at once
     P: tl.constexpr = 16 // L
     y = tl.permute(tl.reshape(tile, (R // 16, L, P, N)), (1, 0, 2, 3))
     lane = tl.arange(0, L)[:, None, None, None] * P

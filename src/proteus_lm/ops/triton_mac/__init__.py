@@ -58,7 +58,7 @@ def attend(
         plain: (N, T, H, D), the queries before they were turned, which meet the prefix; read with a prefix alone.
         made: (N, T, 2, H, D), keys (not turned) and values that were recalled.
         cosine, sine: (N or 1, T, 1, D), their turn: half-split, both coordinates of a pair alike; no gradient.
-        front: (n, 2, H, D), keys and values of the prefix.
+        front: of (n, 2, H, D), keys and values of the prefix.
 
     Returns:
         (N, T, H, D), contiguous, in q's type.

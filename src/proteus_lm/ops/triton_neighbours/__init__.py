@@ -2,12 +2,12 @@
 rotary positions, the product of a SwiGLU MLP, and (`cross_entropy.py`, for `ops.cross_entropy`) the softmax of logits.
 
 Eager PyTorch passes over the tokens 7 to 30 times for each of these; a kernel passes once forward and once backward. `runs` says
-whether the kernels take some tensors; where they do not, the mixers run the same mathematics in PyTorch. Under `torch.compile` they
+whether the kernels take some tensors; where they do not, the mixers run the same mathematics in PyTorch. In compiled code they
 never run, for the compiler fuses PyTorch. In the environment PROTEUS_NEIGHBOURS=torch leaves them out.
 
 All compute in fp32, and give the result in the type of the input. No result of a token depends on the length or on the batch:
-nothing but the gradients of weights is summed over tokens, and those in one order (no atomics). First derivatives only.
-Importing this package does not need Triton; calling a kernel does.
+nothing but the gradients of weights is summed over tokens, and those in one order (no atomics). First derivatives only, and
+none by `torch.func`. Importing this package does not need Triton; calling a kernel does.
 """
 
 from __future__ import annotations
