@@ -3,83 +3,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
 
-from proteus_lm.ops.triton import backward, forward, shared_memory
+from proteus_lm.ops.triton import backward, forward, hopper, shared_memory
 from proteus_lm.ops.triton.plan import TILE, Plan, build, capacity, regular
+from proteus_lm.ops.triton.shape import INTERPRETED, RULES, Shape, floor, shape_of
 
 # Launching a kernel is outside what its signature says.
 _PREPARE, _SCAN, _REVERSE, _GRADIENTS, _REOPENED = cast(
     "tuple[Any, Any, Any, Any, Any]",
     (forward.prepare, forward.scan, backward.reverse, backward.gradients, backward.reopened),
 )
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PREFETCHES = not INTERPRETED and torch.version.hip is None  # by an instruction of NVIDIA's
-# rule -> (writes an error, error against the decayed state)
-RULES = {
-    "retention": (False, False),
-    "swla": (False, False),
-    "delta_rule": (True, False),
-    "gated_delta_rule": (True, True),
-    "comba": (True, False),
-}
-
-
-class Shape(NamedTuple):
-    """Sizes and flags the kernels are compiled for."""
-
-    rows: int
-    length: int
-    heads: int
-    keys: int
-    values: int
-    documents: int
-    chunk: int
-    key_tile: int
-    key_tiles: int
-    value_tile: int
-    key_gate: bool
-    value_gate: bool
-    align: int
-    tiles: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-
-def _shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, axis: str, blocks: int, save: bool) -> Shape:
-    rows, length, heads, keys = q.shape
-    values, gated = v.shape[-1], blocks > 1
-    key_gate, value_gate = gated and axis == "key", gated and axis == "value"
-    wide = max(16, triton.next_power_of_2(keys))
-    tiles = min(2, wide // 16) if key_gate else 1
-    dim = keys if axis == "key" else values
-    # Open lengths are multiples of dim // blocks, or dim: what the compiler may assume of them to load 16 bytes at a time.
-    width = dim // blocks if gated else dim
-    align = next(a for a in (16, 8, 4, 2, 1) if width % a == 0 and dim % a == 0)
-    half = q.dtype != torch.float32
-    # With K > 128 chunks of 32 walk faster (two of them in flight), but twice as many states cost the backward more than that.
-    small = wide > 128 and not save if half else wide > 64
-    return Shape(
-        *(rows, length, heads, keys, values),
-        documents=rows if cu_seqlens is None else len(cu_seqlens) - 1,
-        chunk=32 if small else 64,
-        key_tile=wide // tiles,
-        key_tiles=tiles,
-        value_tile=min(128 if half and wide > 128 else 64, max(16, triton.next_power_of_2(values))),
-        key_gate=key_gate,
-        value_gate=value_gate,
-        align=align,
-        tiles=-(-dim // TILE) if gated else 1,
-    )
 
 
 def _plan(
@@ -105,14 +46,8 @@ def _chunks(s: Shape, active: Tensor | None, segments: Sequence[int] | None, cu_
     return capacity(s.tokens, s.documents, blocks, None if cu_seqlens is not None else segments, s.chunk)
 
 
-def _flags(rule: str, g: Tensor | None, p: Tensor | None) -> dict[str, Any]:
-    delta, decayed = RULES[rule]
-    return {"DELTA": delta, "HAS_G": g is not None, "HAS_P": p is not None, "DECAYED": decayed, "WINDOW": rule == "swla"}
-
-
-def _floor(dtype: torch.dtype) -> float:
-    """The least strength that the kernels take; its gradient is found by dividing by it."""
-    return 2.0**-12 if dtype == torch.float16 else 1e-15
+def _flags(s: Shape, g: Tensor | None) -> dict[str, Any]:
+    return {"DELTA": s.delta, "HAS_G": g is not None, "HAS_P": s.with_p, "DECAYED": RULES[s.rule][1], "WINDOW": s.window}
 
 
 def _gate(s: Shape) -> dict[str, Any]:
@@ -131,7 +66,7 @@ def _stages(keys: int, chunk: int, half: bool, device: torch.device) -> int:
     return most if INTERPRETED or shared_memory(device) >= kib * 1024 else least
 
 
-def _walk(s: Shape, rule: str, has_p: bool, half: bool, device: torch.device) -> dict[str, Any]:
+def _walk(s: Shape, device: torch.device) -> dict[str, Any]:
     return {
         "H": s.heads,
         "K": s.keys,
@@ -141,12 +76,12 @@ def _walk(s: Shape, rule: str, has_p: bool, half: bool, device: torch.device) ->
         "NK": s.key_tiles,
         "BV": s.value_tile,
         "TILES": s.tiles,
-        "DELTA": RULES[rule][0],
-        "HAS_P": has_p,
+        "DELTA": s.delta,
+        "HAS_P": s.with_p,
         "VALUE": s.value_gate,
-        "WINDOW": rule == "swla",
+        "WINDOW": s.window,
         **_gate(s),
-        "STAGES": _stages(s.keys, s.chunk, half, device),
+        "STAGES": _stages(s.keys, s.chunk, s.half, device),
         "num_warps": 8 if s.value_tile == 128 else 4,
     }
 
@@ -181,9 +116,9 @@ def linear(
     Returns:
         out, final state, then gates, solve, attend, fresh, states, chunks, documents (see `forward`); empty where not asked for.
     """
-    s = _shape(q, v, cu_seqlens, axis, blocks, save)
+    s = shape_of(rule, q, v, p, cu_seqlens, axis, blocks, save)
     plan = _plan(s, active, segments, cu_seqlens, blocks, q.device)
-    n, delta = len(plan.chunks), RULES[rule][0]
+    n, delta = len(plan.chunks), s.delta
     f32 = {"device": q.device, "dtype": torch.float32}
     gates = torch.empty(n, s.heads, 6, s.chunk, **f32)
     attend = q.new_empty(n, s.heads, s.chunk, s.chunk)
@@ -192,36 +127,40 @@ def linear(
     fresh = q.new_empty(n, s.heads, s.values, s.chunk) if save and delta else q.new_empty(0)
     states = q.new_empty(n, s.heads, s.values, s.keys) if save else q.new_empty(0)
     final = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if output_final_state else torch.empty(0, **f32)
-    half = q.dtype != torch.float32
     _PREPARE[(n * s.heads,)](
         *(q, k, p, g, beta, plan.chunks, gates, solve, attend, scale),
         H=s.heads,
         K=s.keys,
         C=s.chunk,
-        KT=min(128 if half else 64, s.key_tile * s.key_tiles),
-        D=2 if half else 16,
-        **_flags(rule, g, p),
+        KT=min(128 if s.half else 64, s.key_tile * s.key_tiles),
+        D=2 if s.half else 16,
+        **_flags(s, g),
         **_gate(s),
-        HALF=half,
-        FLOOR=_floor(q.dtype),
+        HALF=s.half,
+        FLOOR=floor(q.dtype),
         num_warps=4,
     )
-    _SCAN[(s.documents * s.heads * -(-s.values // s.value_tile),)](
-        *(q, k, k if p is None else p, v, gates, solve, attend, plan.chunks, plan.documents),
-        *(initial_state, out, fresh, states, final, scale, s.documents),
-        HAS_INITIAL=initial_state is not None,
-        HAS_FINAL=output_final_state,
-        SAVE=save,
-        HALF=half,
-        **_walk(s, rule, p is not None, half, q.device),
-    )
+    inputs = (q, k, k if p is None else p, v, gates, solve, attend, plan.chunks, plan.documents)
+    outputs = (initial_state, out, fresh, states, final)
+    if not s.window and hopper.fits(s, q, k, p, v):
+        given = {"has_initial": initial_state is not None, "has_final": output_final_state, "save": save}
+        hopper.scan(s, *inputs, *outputs, s.documents, **given)
+    else:
+        _SCAN[(s.documents * s.heads * -(-s.values // s.value_tile),)](
+            *(*inputs, *outputs, scale, s.documents),
+            HAS_INITIAL=initial_state is not None,
+            HAS_FINAL=output_final_state,
+            SAVE=save,
+            HALF=s.half,
+            **_walk(s, q.device),
+        )
     return out, final, gates, solve, attend, fresh, states, plan.chunks, plan.documents
 
 
 @linear.register_fake
 def _(q, k, v, p, g, beta, initial_state, active, cu_seqlens, segments, blocks, rule, axis, scale, output_final_state, save):
-    s = _shape(q, v, cu_seqlens, axis, blocks, save)
-    n, delta = _chunks(s, active, segments, cu_seqlens, blocks), RULES[rule][0]
+    s = shape_of(rule, q, v, p, cu_seqlens, axis, blocks, save)
+    n, delta = _chunks(s, active, segments, cu_seqlens, blocks), s.delta
     f32 = {"device": q.device, "dtype": torch.float32}
     i32 = {"device": q.device, "dtype": torch.int32}
     square = q.new_empty(n, s.heads, s.chunk, s.chunk)
@@ -263,46 +202,57 @@ def linear_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, p, g, beta and the initial state; empty where there was no such input."""
-    s = _shape(q, v, cu_seqlens, axis, blocks, True)
-    delta, half = RULES[rule][0], q.dtype != torch.float32
+    s = shape_of(rule, q, v, p, cu_seqlens, axis, blocks, True)
     f32 = {"device": q.device, "dtype": torch.float32}
     empty = torch.empty(0, **f32)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dp = torch.empty_like(k) if p is not None else q.new_empty(0)
-    tile = min(s.key_tile, 64 if half else 32)
-    tiles, window = -(-s.keys // tile), rule == "swla"
-    make = torch.zeros if window or s.key_gate else torch.empty  # what the kernel leaves alone
-    dg = make(tiles, s.rows, s.length, s.heads, **f32) if g is not None else empty
-    dbeta = make(*([tiles] if window else []), *beta.shape, **f32) if beta is not None else torch.empty_like(empty)
     dstates = torch.empty_like(states)
     dinitial = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if has_initial else torch.empty_like(empty)
-    _REVERSE[(s.documents * s.heads * -(-s.values // s.value_tile),)](
-        *(q, k, k if p is None else p, gates, solve, attend, chunks, documents, do, dfinal),
-        *(dv, dstates, dinitial, scale, s.documents),
-        HAS_INITIAL=has_initial,
-        HAS_FINAL=dfinal is not None,
-        **_walk(s, rule, p is not None, half, q.device),
-    )
-    _GRADIENTS[(len(chunks) * s.heads * tiles,)](
-        *(q, k, k if p is None else p, gates, chunks, do, fresh if delta else v, states, dstates),
-        *(dq, dk, dk if p is None else dp, dv, dg, dbeta, scale, s.tokens * s.heads),
-        H=s.heads,
-        K=s.keys,
-        V=s.values,
-        C=s.chunk,
-        KT=tile,
-        NT=tiles,
-        BV=min(triton.next_power_of_2(max(16, s.values)), 128 if s.values <= 128 and half else 64),
-        VALUE=s.value_gate,
-        FLOOR=_floor(q.dtype),
-        BRING=PREFETCHES and not window,  # for sliding-window attention 0.81 ms with it, 0.77 without (H200)
-        num_warps=4,
-        **_flags(rule, g, p),
-        **_gate(s),
-    )
-    dg = dg.sum(0) if g is not None else dg
-    dbeta = dbeta.sum(0) if window else dbeta
-    if window and blocks > 1:
+    asked = k if p is None else p
+    inputs = (q, k, asked, gates, solve, attend, chunks, documents, do, dfinal)
+    fast = hopper.fits(s, q, k, p, v, do)
+    if fast and not s.window:
+        given = {"has_initial": has_initial, "has_final": dfinal is not None}
+        hopper.reverse(s, *inputs, dv, dstates, dinitial, s.documents, **given)
+    else:
+        _REVERSE[(s.documents * s.heads * -(-s.values // s.value_tile),)](
+            *(*inputs, dv, dstates, dinitial, scale, s.documents),
+            HAS_INITIAL=has_initial,
+            HAS_FINAL=dfinal is not None,
+            **_walk(s, q.device),
+        )
+    fast = fast and s.values <= 128
+    tile = min(s.key_tile, 64 if s.half else 32)
+    tiles = -(-s.keys // tile)
+    parts = 1 if fast else tiles  # of dg and dgamma, to be summed
+    make = torch.zeros if s.window or (s.key_gate and not fast) else torch.empty  # what the kernel leaves alone
+    dg = make(parts, s.rows, s.length, s.heads, **f32) if g is not None else empty
+    dbeta = make(*([parts] if s.window else []), *beta.shape, **f32) if beta is not None else torch.empty_like(empty)
+    inputs = (q, k, asked, gates, chunks, do, fresh if s.delta else v, states, dstates)
+    outputs = (dq, dk, dk if p is None else dp, dv, dg, dbeta, scale)
+    if fast:
+        hopper.gradients(s, len(chunks), *inputs, *outputs, has_g=g is not None)
+    else:
+        _GRADIENTS[(len(chunks) * s.heads * tiles,)](
+            *(*inputs, *outputs, s.tokens * s.heads),
+            H=s.heads,
+            K=s.keys,
+            V=s.values,
+            C=s.chunk,
+            KT=tile,
+            NT=tiles,
+            BV=min(triton.next_power_of_2(max(16, s.values)), 128 if s.values <= 128 and s.half else 64),
+            VALUE=s.value_gate,
+            FLOOR=floor(q.dtype),
+            BRING=PREFETCHES and not s.window,  # for sliding-window attention 0.81 ms with it, 0.77 without (H200)
+            num_warps=4,
+            **_flags(s, g),
+            **_gate(s),
+        )
+    dg = (dg[0] if parts == 1 else dg.sum(0)) if g is not None else dg
+    dbeta = (dbeta[0] if parts == 1 else dbeta.sum(0)) if s.window else dbeta
+    if s.window and blocks > 1:
         _REOPENED[(len(chunks) * s.heads,)](
             *(k, v, g, beta, chunks, states, dstates, dk, dv, dg, dbeta),
             H=s.heads,
@@ -341,7 +291,7 @@ def _(
     axis,
     scale,
 ):
-    s = _shape(q, v, cu_seqlens, axis, blocks, True)
+    s = shape_of(rule, q, v, p, cu_seqlens, axis, blocks, True)
     f32 = {"device": q.device, "dtype": torch.float32}
     row = (s.rows, s.length, s.heads)
     return (
