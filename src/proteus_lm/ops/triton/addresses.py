@@ -21,6 +21,20 @@ def read_row(row):
 
 
 @triton.jit
+def lane_of(lanes, tiles: tl.constexpr, LONGEST_FIRST: tl.constexpr):
+    """Which document's head and which tile of value columns a program walks.
+
+    The tiles of a lane are neighbours, so that what they share crosses between the halves of the L2 once; where they open one after
+    the other, all first tiles come before all second ones.
+    """
+    if LONGEST_FIRST:
+        lane, tile = tl.program_id(0) % lanes, tl.program_id(0) // lanes
+    else:
+        lane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    return lane, tile
+
+
+@triton.jit
 def rows_at(x, start, r, c, STRIDE: tl.constexpr):
     """Pointers x + start + r STRIDE + c (R, C)."""
     M: tl.constexpr = 8 if c.shape[0] >= 128 else 16  # rows that 128 threads move at once, 16 bytes each

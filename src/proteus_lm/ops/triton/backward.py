@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proteus_lm.ops.triton.addresses import below, bring, read_row, rows_at, store_columns, store_rows
+from proteus_lm.ops.triton.addresses import below, bring, lane_of, read_row, rows_at, store_columns, store_rows
 from proteus_lm.ops.triton.forward import at_least, carry_in, carry_out, fade, fetch, project, put, write
 
 
@@ -34,8 +34,7 @@ def reverse(
 
     dstates: (chunks, H, V, K), dS after each chunk, as `states` of `scan`.  dinitial, dfinal: fp32 (N, H, K, V).
     """
-    lane = tl.program_id(0) % (N * H)
-    tile = tl.program_id(0) // (N * H)
+    lane, tile = lane_of(N * H, tl.cdiv(V, BV), VALUE)
     document = lane // H
     h = (lane % H).to(tl.int64)
     column = tile * BV + tl.arange(0, BV)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from proteus_lm.ops.triton.addresses import below, read_row, rows_at, store_columns, store_rows
+from proteus_lm.ops.triton.addresses import below, lane_of, read_row, rows_at, store_columns, store_rows
 
 
 @triton.jit
@@ -323,8 +323,7 @@ def scan(
     initial, final: fp32 (N, H, K, V).  fresh: (chunks, H, V, C).  states: (chunks, H, V, K), the state before each chunk, what
     is open in it (with WINDOW, or opens behind it).
     """
-    lane = tl.program_id(0) % (N * H)
-    tile = tl.program_id(0) // (N * H)
+    lane, tile = lane_of(N * H, tl.cdiv(V, BV), VALUE)
     document = lane // H
     h = (lane % H).to(tl.int64)
     column = tile * BV + tl.arange(0, BV)

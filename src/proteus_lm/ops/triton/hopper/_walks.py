@@ -57,6 +57,16 @@ def open_length(buffer, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def lane_of(lanes, tiles: gl.constexpr, LONGEST_FIRST: gl.constexpr):
+    """`lane_of` of addresses.py."""
+    if LONGEST_FIRST:
+        lane, tile = gl.program_id(0) % lanes, gl.program_id(0) // lanes
+    else:
+        lane, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
+    return lane, tile
+
+
+@gluon.jit
 def bounds(documents, document, tile, TILES: gl.constexpr, NK: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr):
     """First chunk, the chunk that opens the walk's columns, the one that opens its second tile of key rows, past the last."""
     table = documents + document * (2 + TILES)
@@ -298,8 +308,7 @@ def scan(
 ):  # fmt: skip
     """`scan` of forward.py: one document, one head, 64 value columns."""
     NK: gl.constexpr = K // C
-    lane = gl.program_id(0) % (N * H)
-    tile = gl.program_id(0) // (N * H)
+    lane, tile = lane_of(N * H, V // C, VALUE)
     document = lane // H
     h = (lane % H).to(gl.int64)
     low, first, second, past = bounds(documents, document, tile, TILES, NK, KEY, VALUE)
@@ -471,8 +480,7 @@ def reverse(
 ):  # fmt: skip
     """`reverse` of backward.py: one document, one head, 64 value columns."""
     NK: gl.constexpr = K // C
-    lane = gl.program_id(0) % (N * H)
-    tile = gl.program_id(0) // (N * H)
+    lane, tile = lane_of(N * H, V // C, VALUE)
     document = lane // H
     h = (lane % H).to(gl.int64)
     low, first, second, past = bounds(documents, document, tile, TILES, NK, KEY, VALUE)
