@@ -466,6 +466,9 @@ def prepare(
     """
     begin, sections = time.time(), arguments.only
     jobs: list[str] = []
+    if not arguments.skip_checks:  # these take longest
+        jobs += [f"check:ours:{r}" for r in rules]
+        jobs += [f"check:fla:{r}" for r in rules if r in KERNELS and r in peers and "masked" in sections]
     if not arguments.no_time:
         sized = [(section, f"{rule}:{'x'.join(map(str, size))}", rule) for section, rule, size in items]
         wanted = {name: rule for section, name, rule in sized if section != "decode"}
@@ -473,9 +476,6 @@ def prepare(
         jobs += [f"tune:{name}" for name in kinds.values()]  # B and T make no other kernels
         jobs += [f"warm:{name}:{g}" for name in wanted for g in range(len(GATES))]
         jobs += [f"step:{name}" for section, name, _ in sized if section == "decode"]
-    if not arguments.skip_checks:
-        jobs += [f"check:ours:{r}" for r in rules]
-        jobs += [f"check:fla:{r}" for r in rules if r in KERNELS and r in peers and "masked" in sections]
     flags = ["--only", *sections] + ["--bypass-guard"] * arguments.bypass_guard
     answers = together(
         {job: {} for job in jobs}, flags, arguments.patience, arguments.jobs, lambda: _beside(items, peers, arguments)

@@ -76,6 +76,7 @@ def _walk(s: Shape) -> tuple[tuple[int], dict[str, Any]]:
     }
 
 
+@cache
 def _kernels() -> tuple[Any, Any, Any]:
     """scan, reverse and gradients; Gluon is imported where it runs."""
     from proteus_lm.ops.triton.hopper import _gradients, _walks
