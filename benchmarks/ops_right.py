@@ -22,7 +22,7 @@ from proteus_lm.ops.state import SWLAState
 
 RULES = ("comba", "gated_delta_rule", "delta_rule", "retention", "swla")
 GATES = ((1, "key"), (16, "key"), (16, "value"))
-LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-3}
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 PACKED = (0, 70, 71, 200)  # boundaries of documents: one of a single token, the others no multiple of a chunk
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from proteus_lm import doctor, ops
-from proteus_lm.ops import reference, triton_neighbours
+from proteus_lm.ops import reference, triton, triton_neighbours
 from proteus_lm.ops.backend import OPERATIONS
 
 
@@ -71,6 +71,21 @@ def test_it_says_whether_fused_kernels_run_and_why_not(monkeypatch):
     assert doctor.neighbours("cpu") == "torch: PROTEUS_NEIGHBOURS is torch"
     monkeypatch.setattr(triton_neighbours, "installed", lambda: False)
     assert doctor.neighbours("cpu") == "torch: triton is not installed"
+
+
+def test_it_says_whether_the_kernels_for_hopper_run_and_why_not(monkeypatch):
+    kernels = pytest.importorskip("proteus_lm.ops.triton.hopper", reason="the package triton is not installed")
+    monkeypatch.setenv("PROTEUS_HOPPER", "off")
+    assert doctor.hopper() == "no: PROTEUS_HOPPER is 'off'"
+    monkeypatch.setattr(kernels, "refuse", lambda: None)
+    assert doctor.hopper() == "run"
+    monkeypatch.setattr(kernels, "refuse", lambda: "no GPU of capability 9")
+    monkeypatch.setattr(doctor, "self_check", lambda *_: iter(()))
+    lines = []
+    assert doctor.doctor(lines.append) == 0
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("  hopper ")] == ["no: no GPU of capability 9"]
+    monkeypatch.setattr(triton, "installed", lambda: False)
+    assert doctor.hopper() == "no: the package triton is not installed"
 
 
 def test_packages_that_are_not_there_are_named():

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from proteus_lm import ops
-from proteus_lm.ops import backend, deep, reference, triton_neighbours
+from proteus_lm.ops import backend, deep, reference, triton, triton_neighbours
 from proteus_lm.schedule import ActivationSchedule
 
 PACKAGES = (
@@ -123,6 +123,20 @@ def neighbours(device: str) -> str:
     return f"torch: {triton_neighbours.VARIABLE} is torch"
 
 
+def hopper() -> str:
+    """Whether the linear memories' kernels for Hopper stand in for the Triton kernels in the calls they take, or why not.
+
+    Raises:
+        ValueError: for a value of PROTEUS_HOPPER that is not known.
+    """
+    if not triton.installed():
+        return "no: the package triton is not installed"
+    from proteus_lm.ops.triton import hopper as kernels  # imports triton
+
+    reason = kernels.refuse()
+    return "run" if reason is None else f"no: {reason}"
+
+
 def doctor(write: Callable[[str], Any] = print) -> int:
     """Write the whole report, line by line; the exit code: 0 when every check passes, 1 otherwise."""
     write("Versions")
@@ -135,6 +149,8 @@ def doctor(write: Callable[[str], Any] = print) -> int:
     write(f"Beside the memories ({NEIGHBOURS}), in eager mode (torch.compile fuses PyTorch itself)")
     for device, _ in found[1:] or found:
         write(f"  on {device:<21} {neighbours(device)}")
+    write("Linear memories: kernels for Hopper GPUs in the place of Triton's (docs/kernels.md)")
+    write(f"  {'hopper':<24} {hopper()}")
     failed = 0
     write("Operations: backend that would run, worst relative error against the reference (output, state, gradients)")
     for name, _ in found:

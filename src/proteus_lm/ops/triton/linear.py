@@ -142,7 +142,7 @@ def linear(
     )
     inputs = (q, k, k if p is None else p, v, gates, solve, attend, plan.chunks, plan.documents)
     outputs = (initial_state, out, fresh, states, final)
-    if not s.window and hopper.fits(s, q, k, p, v):
+    if not s.window and hopper.fits(s, q.device, q, k, p, v):
         given = {"has_initial": initial_state is not None, "has_final": output_final_state, "save": save}
         hopper.scan(s, *inputs, *outputs, s.documents, **given)
     else:
@@ -211,7 +211,7 @@ def linear_backward(
     dinitial = torch.empty(s.documents, s.heads, s.keys, s.values, **f32) if has_initial else torch.empty_like(empty)
     asked = k if p is None else p
     inputs = (q, k, asked, gates, solve, attend, chunks, documents, do, dfinal)
-    fast = hopper.fits(s, q, k, p, v, do)
+    fast = hopper.fits(s, q.device, q, k, p, v, do)
     if fast and not s.window:
         given = {"has_initial": has_initial, "has_final": dfinal is not None}
         hopper.reverse(s, *inputs, dv, dstates, dinitial, s.documents, **given)

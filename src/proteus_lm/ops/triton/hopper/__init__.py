@@ -19,8 +19,8 @@ VARIABLE = "PROTEUS_HOPPER"
 TESTED = "3.6."  # Gluon promises no stable interface: versions of Triton with which these kernels were compared with fp64 on a GPU
 
 
-def refuse() -> str | None:
-    """Why these kernels do not run on this machine, or None.
+def refuse(device: torch.device | None = None) -> str | None:
+    """Why these kernels do not run on a GPU (default: the current one), or None.
 
     Raises:
         ValueError: for a value of PROTEUS_HOPPER other than "auto" and "off".
@@ -34,15 +34,16 @@ def refuse() -> str | None:
         return "Triton's interpreter runs"
     if not triton.__version__.startswith(TESTED):
         return f"Triton is {triton.__version__}; these kernels were tested with {TESTED}x"
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return "no GPU of compute capability 9.x"
+    # AMD's GPUs give numbers of their own for the capability, 9 among them.
+    if torch.version.hip is not None or not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
+        return "no GPU of NVIDIA's of compute capability 9.x"
     return None
 
 
-_refuse = cache(refuse)  # the machine does not change while a process runs
+_refuse = cache(refuse)  # a device does not change while a process runs
 
 
-def fits(s: Shape, *tensors: Tensor | None) -> bool:
+def fits(s: Shape, device: torch.device, *tensors: Tensor | None) -> bool:
     """Whether these kernels take a call with these operands: 16 bits, chunks of 64, K of 64 or 128, V a multiple of 64,
     open lengths multiples of 8, addresses of 16 bytes.
 
@@ -54,7 +55,7 @@ def fits(s: Shape, *tensors: Tensor | None) -> bool:
         and s.keys in (64, 128)
         and s.values % 64 == 0
         and s.align % 8 == 0
-        and _refuse() is None
+        and _refuse(device) is None
         and all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
     )
 
