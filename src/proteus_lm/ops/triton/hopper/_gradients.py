@@ -4,8 +4,11 @@
 """`gradients` of backward.py for Hopper: as many programs as there are multiprocessors, which take chunks in turn.
 
 In Triton a program waits for 100 KiB, works, stores and goes: two share a multiprocessor, and neither memory nor tensor cores are
-busy half of the time. Here loading warps fetch the next chunk while four warps multiply, and others store. What a chunk's tiles of
+busy half of the time. Here four warps fetch the next chunk while four or eight multiply, and four store. What a chunk's tiles of
 key rows share (do, what was written, dv, and the pairs made of them) is fetched and made once. Notation of backward.py.
+
+Shared memory holds do, dv and what was written of two chunks, with their gates, but states and their gradients, q, k and p of one:
+each place has a barrier for full (numbers 0 and 1 for the two, 2 for states, 3 for q, k and p) and one for free.
 """
 
 from __future__ import annotations
