@@ -45,6 +45,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """Of all rows."""
         return self.rows * self.length
 
     @property
@@ -54,6 +55,7 @@ class Shape(NamedTuple):
 
     @property
     def window(self) -> bool:
+        """Whether a token writes its predecessor's pair again."""
         return self.rule == "swla"
 
 

@@ -39,11 +39,13 @@ from proteus_lm.ops.triton.hopper._tiles import (
 
 @gluon.jit
 def add(a, b):
+    """Of a sum over later tokens."""
     return a + b
 
 
 @gluon.jit
 def add_two(a, b, c, d):
+    """Of two sums at once: (a, b) and (c, d)."""
     return a + c, b + d
 
 
@@ -268,7 +270,7 @@ def multiply(
                 at_p.store(x_p.to(dtype))
             mbarrier.arrive(done.index(0), count=1)
             i += 1
-            row = gl.load(chunks + ahead // H, mask=ahead < items, other=0)  # here, for the fences wait for loads, too
+            row = gl.load(chunks + ahead // H, mask=ahead < items, other=0)  # behind the fences, which are barriers for memory
         else:
             row = gl.load(chunks + ahead // H, mask=ahead < items, other=0)
 

@@ -37,6 +37,9 @@ from proteus_lm.ops.triton.hopper._tiles import (
     store_tile,
 )
 
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
+
 
 @gluon.jit
 def gate(buffer, number: gl.constexpr, LAYOUT: gl.constexpr):
@@ -45,9 +48,9 @@ def gate(buffer, number: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def decay(buffer, LAYOUT: gl.constexpr):
+def decay(buffer):
     """e^total of a chunk, (1, 1)."""
-    return gl.exp(buffer.slice(4 * C - 1, 1).load(gl.SliceLayout(0, LAYOUT)))[None, :]
+    return gl.exp(buffer.slice(4 * C - 1, 1).load(gl.SliceLayout(0, PRODUCT)))[None, :]
 
 
 @gluon.jit
@@ -57,18 +60,18 @@ def open_length(buffer, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def lane_of(lanes, tiles: gl.constexpr, LONGEST_FIRST: gl.constexpr):
-    """`lane_of` of addresses.py."""
+def lane_of(N, H: gl.constexpr, tiles: gl.constexpr, LONGEST_FIRST: gl.constexpr):
+    """Document, head and tile of value columns of a program, in the order of `lane_of` of addresses.py."""
     if LONGEST_FIRST:
-        lane, tile = gl.program_id(0) % lanes, gl.program_id(0) // lanes
+        lane, tile = gl.program_id(0) % (N * H), gl.program_id(0) // (N * H)
     else:
         lane, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
-    return lane, tile
+    return lane // H, (lane % H).to(gl.int64), tile
 
 
 @gluon.jit
 def bounds(documents, document, tile, TILES: gl.constexpr, NK: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr):
-    """First chunk, the chunk that opens the walk's columns, the one that opens its second tile of key rows, past the last."""
+    """First chunk, the one that opens the walk's columns, the one that opens its second tile of key rows; chunks of the walk."""
     table = documents + document * (2 + TILES)
     low = gl.load(table)
     first = low
@@ -77,7 +80,16 @@ def bounds(documents, document, tile, TILES: gl.constexpr, NK: gl.constexpr, KEY
     second = first
     if KEY and NK > 1:
         second = gl.load(table + 2 + C // 16)
-    return low, first, second, gl.load(table + 1)
+    return low, first, second, gl.load(table + 1) - first
+
+
+@gluon.jit
+def rooms(dtype: gl.constexpr, NK: gl.constexpr, DELTA: gl.constexpr, HAS_P: gl.constexpr):
+    """Two places for a chunk's tiles, for four vectors of its gates, and for its row of the table."""
+    EACH: gl.constexpr = (3 if HAS_P else 2) * NK + (3 if DELTA else 2)
+    places = gl.allocate_shared_memory(dtype, [2 * EACH, C, C], SHARED)
+    gate_places = gl.allocate_shared_memory(gl.float32, [2, 4 * C], FLAT)
+    return places, gate_places, gl.allocate_shared_memory(gl.int64, [2, 1], FLAT)
 
 
 @gluon.jit
@@ -132,19 +144,33 @@ def load_operands(
 
 
 @gluon.jit
-def carry_in(state, column, row, K: gl.constexpr, V: gl.constexpr):
-    """One tile (columns of values, key rows), fp32, of a state (K, V) in memory."""
-    return gl.load(state + row[None, :] * V + column[:, None])
+def begin(state, column, row, V: gl.constexpr, NK: gl.constexpr, GIVEN: gl.constexpr):
+    """The tiles (columns of values, key rows), fp32, that a walk begins with: of a state (K, V) in memory, if one is GIVEN."""
+    s0 = gl.zeros([C, C], gl.float32, PRODUCT)
+    s1 = s0
+    if GIVEN:
+        s0 = gl.load(state + row[None, :] * V + column[:, None])
+        if NK > 1:
+            s1 = gl.load(state + (row + C)[None, :] * V + column[:, None])
+    return s0, s1
 
 
 @gluon.jit
-def settle(s, column, row, buffer, factor, KEY: gl.constexpr, VALUE: gl.constexpr, LAYOUT: gl.constexpr):
+def end_with(state, s0, s1, column, row, V: gl.constexpr, NK: gl.constexpr):
+    """`begin` the other way."""
+    gl.store(state + row[None, :] * V + column[:, None], s0)
+    if NK > 1:
+        gl.store(state + (row + C)[None, :] * V + column[:, None], s1)
+
+
+@gluon.jit
+def settle(s, column, row, buffer, factor, KEY: gl.constexpr, VALUE: gl.constexpr):
     """Decay the open part of a tile by `factor`; where a state is handed in, the locked part may hold something."""
     out = s * factor
     if KEY:
-        out = gl.where((row < open_length(buffer, gl.SliceLayout(0, LAYOUT)))[None, :], out, s)
+        out = gl.where((row < open_length(buffer, gl.SliceLayout(0, PRODUCT)))[None, :], out, s)
     if VALUE:
-        out = gl.where((column < open_length(buffer, gl.SliceLayout(1, LAYOUT)))[:, None], out, s)
+        out = gl.where((column < open_length(buffer, gl.SliceLayout(1, PRODUCT)))[:, None], out, s)
     return out
 
 
@@ -160,17 +186,10 @@ def scan_products(
     EACH: gl.constexpr = (3 if HAS_P else 2) * NK + (3 if DELTA else 2)
     REST: gl.constexpr = (3 if HAS_P else 2) * NK  # where v lies
     P: gl.constexpr = 2 * NK if HAS_P else 0
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     column = tile * C + gl.arange(0, C, gl.SliceLayout(1, PRODUCT))
     row = gl.arange(0, C, gl.SliceLayout(0, PRODUCT))
     zero = gl.zeros([C, C], gl.float32, PRODUCT)
-    s0 = zero
-    s1 = zero
-    if HAS_INITIAL:
-        s0 = carry_in(initial, column, row, K, V)
-        if NK > 1:
-            s1 = carry_in(initial, column, row + C, K, V)
+    s0, s1 = begin(initial, column, row, V, NK, HAS_INITIAL)
     i = 0
     for phase in gl.static_range(NK):
         end = count
@@ -179,7 +198,7 @@ def scan_products(
         while i < end:
             s, turn = place_of(i)
             mbarrier.wait(full.index(s), turn)
-            fence_async_shared()  # waits for loads from memory, too: none may be on its way
+            fence_async_shared()  # a barrier for memory, too, behind which no load is left on its way
             if VALUE:
                 here = (column < open_length(row_places.index(s), gl.SliceLayout(1, PRODUCT)))[:, None]
             b0 = s0.to(dtype)
@@ -220,11 +239,11 @@ def scan_products(
             else:
                 a_u = places.index(tiles + REST).permute((1, 0)).load(LEFT)
                 a_wrote = (a_u.to(gl.float32) * gate(gate_places.index(s), 1, LEFT)[None, :]).to(dtype)
-            factor = decay(gate_places.index(s), PRODUCT)
+            factor = decay(gate_places.index(s))
             if HAS_INITIAL and (KEY or VALUE):
-                s0 = settle(s0, column, row, row_places.index(s), factor, KEY, VALUE, PRODUCT)
+                s0 = settle(s0, column, row, row_places.index(s), factor, KEY, VALUE)
                 if phase > 0:
-                    s1 = settle(s1, column, row + C, row_places.index(s), factor, KEY, VALUE, PRODUCT)
+                    s1 = settle(s1, column, row + C, row_places.index(s), factor, KEY, VALUE)
             else:
                 s0 = s0 * factor
                 if phase > 0:
@@ -250,9 +269,7 @@ def scan_products(
             mbarrier.arrive(hand.index(2), count=1)
             i += 1
     if HAS_FINAL:
-        gl.store(final + row[None, :] * V + column[:, None], s0)
-        if NK > 1:
-            gl.store(final + (row + C)[None, :] * V + column[:, None], s1)
+        end_with(final, s0, s1, column, row, V, NK)
 
 
 @gluon.jit
@@ -308,16 +325,10 @@ def scan(
 ):  # fmt: skip
     """`scan` of forward.py: one document, one head, 64 value columns."""
     NK: gl.constexpr = K // C
-    lane, tile = lane_of(N * H, V // C, VALUE)
-    document = lane // H
-    h = (lane % H).to(gl.int64)
-    low, first, second, past = bounds(documents, document, tile, TILES, NK, KEY, VALUE)
-    count = past - first
+    document, h, tile = lane_of(N, H, V // C, VALUE)
+    low, first, second, count = bounds(documents, document, tile, TILES, NK, KEY, VALUE)
     dtype: gl.constexpr = v.dtype.element_ty
-    EACH: gl.constexpr = (3 if HAS_P else 2) * NK + (3 if DELTA else 2)
-    places = gl.allocate_shared_memory(dtype, [2 * EACH, C, C], SHARED)
-    gate_places = gl.allocate_shared_memory(gl.float32, [2, 4 * C], FLAT)
-    row_places = gl.allocate_shared_memory(gl.int64, [2, 1], FLAT)
+    places, gate_places, row_places = rooms(dtype, NK, DELTA, HAS_P)
     kept = gl.allocate_shared_memory(dtype, [NK if SAVE else 1, C, C], SHARED)
     written = gl.allocate_shared_memory(dtype, [C, C], SHARED)
     results = gl.allocate_shared_memory(dtype, [C, C], SHARED)
@@ -365,17 +376,10 @@ def reverse_products(
     EACH: gl.constexpr = (3 if HAS_P else 2) * NK + (3 if DELTA else 2)
     REST: gl.constexpr = (3 if HAS_P else 2) * NK  # where v lies
     P: gl.constexpr = 2 * NK if HAS_P else 0
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     column = tile * C + gl.arange(0, C, gl.SliceLayout(1, PRODUCT))
     row = gl.arange(0, C, gl.SliceLayout(0, PRODUCT))
     zero = gl.zeros([C, C], gl.float32, PRODUCT)
-    s0 = zero
-    s1 = zero
-    if HAS_FINAL:
-        s0 = carry_in(initial, column, row, K, V)
-        if NK > 1:
-            s1 = carry_in(initial, column, row + C, K, V)
+    s0, s1 = begin(initial, column, row, V, NK, HAS_FINAL)
     i = 0
     for phase in gl.static_range(NK):
         end = count
@@ -402,10 +406,10 @@ def reverse_products(
             mbarrier.arrive(hand.index(0), count=1)
             asked = dy.load(LEFT).to(gl.float32) * gate(gate_places.index(s), 0, LEFT)[None, :]
             asked = asked.to(dtype)
-            factor = decay(gate_places.index(s), PRODUCT)
+            factor = decay(gate_places.index(s))
             if HAS_INITIAL and (KEY or VALUE):
-                s0 = settle(s0, column, row, row_places.index(s), factor, KEY, VALUE, PRODUCT)
-                s1 = settle(s1, column, row + C, row_places.index(s), factor, KEY, VALUE, PRODUCT)
+                s0 = settle(s0, column, row, row_places.index(s), factor, KEY, VALUE)
+                s1 = settle(s1, column, row + C, row_places.index(s), factor, KEY, VALUE)
             else:
                 s0 = s0 * factor
                 s1 = s1 * factor
@@ -439,9 +443,7 @@ def reverse_products(
             mbarrier.arrive(free.index(s), count=1)
             i += 1
     if HAS_INITIAL:
-        gl.store(final + row[None, :] * V + column[:, None], s0)
-        if NK > 1:
-            gl.store(final + (row + C)[None, :] * V + column[:, None], s1)
+        end_with(final, s0, s1, column, row, V, NK)
 
 
 @gluon.jit
@@ -480,16 +482,10 @@ def reverse(
 ):  # fmt: skip
     """`reverse` of backward.py: one document, one head, 64 value columns."""
     NK: gl.constexpr = K // C
-    lane, tile = lane_of(N * H, V // C, VALUE)
-    document = lane // H
-    h = (lane % H).to(gl.int64)
-    low, first, second, past = bounds(documents, document, tile, TILES, NK, KEY, VALUE)
-    count = past - first
+    document, h, tile = lane_of(N, H, V // C, VALUE)
+    low, first, second, count = bounds(documents, document, tile, TILES, NK, KEY, VALUE)
     dtype: gl.constexpr = do.dtype.element_ty
-    EACH: gl.constexpr = (3 if HAS_P else 2) * NK + (3 if DELTA else 2)
-    places = gl.allocate_shared_memory(dtype, [2 * EACH, C, C], SHARED)
-    gate_places = gl.allocate_shared_memory(gl.float32, [2, 4 * C], FLAT)
-    row_places = gl.allocate_shared_memory(gl.int64, [2, 1], FLAT)
+    places, gate_places, row_places = rooms(dtype, NK, DELTA, HAS_P)
     kept = gl.allocate_shared_memory(dtype, [NK, C, C], SHARED)
     results = gl.allocate_shared_memory(dtype, [C, C], SHARED)
     full, free, hand = barriers()
