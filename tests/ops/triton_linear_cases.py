@@ -119,7 +119,10 @@ def error(ours: Tensor, right: Tensor) -> float:
 
 
 def measure(case: dict[str, Any]) -> dict[str, float]:
-    """Errors of out, final state and every gradient, and of out where nothing is kept for gradients."""
+    """Errors of out, final state and every gradient, and of out where nothing is kept for gradients.
+
+    `locked`, of a gated call: how many numbers are not zero in gradients of q, k, p and v where the oracle's are.
+    """
     from proteus_lm.ops import reference, triton
 
     rule, size, axis = case["rule"], case["size"], case.get("axis", "key")
@@ -157,7 +160,9 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
         results.append([out, final, *window, *grads])
     names = ["out", "final", *(f"window{i}" for i in range(len(window)))]
     names += [*(f"d{n}" for n in tensors), *(f"dstate{i}" for i in range(len(states)))]
-    return {n: error(a, b.double()) for n, a, b in zip(names, *results)} | {"out alone": error(alone, results[1][0])}
+    errors = {n: error(a, b.double()) for n, a, b in zip(names, *results)} | {"out alone": error(alone, results[1][0])}
+    pairs = [(a, b) for n, a, b in zip(names, *results) if n in ("dq", "dk", "dp", "dv") and "blocks" in case]
+    return errors | {"locked": float(sum(a[b == 0].count_nonzero() for a, b in pairs))}
 
 
 def measure_step(case: dict[str, Any]) -> dict[str, float]:
