@@ -1,7 +1,7 @@
 """The Hopper kernels of the linear memories: they compile and fit a GPU, are chosen where they should be, and are right (on a GPU).
 
-Without a Hopper GPU `test_hopper_emulated.py` runs them, by an emulator. Compiling needs no GPU, but Triton without its interpreter:
-a process of its own (`hopper_compile.py`), whose lines the tests read.
+Without a Hopper GPU `test_hopper_emulated.py` runs them, by an emulator. Compiling needs no GPU, but Triton without its
+interpreter: a process of its own (`hopper_compile.py`), whose lines the tests read.
 """
 
 from __future__ import annotations
