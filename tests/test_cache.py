@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from proteus_lm import ProteusCache
+from proteus_lm.mixers.state import named_tensors
 from proteus_lm.model import CACHE_NAME
 from tests.mixers.models import assert_near, cases, make, tensors, tokens
 
@@ -182,3 +183,18 @@ def test_both_names_of_the_cache_are_taken(fields):
     one, two = ProteusCache(), ProteusCache()
     for part in (ids[:, :3], ids[:, 3:]):
         assert torch.equal(model(part, past_key_values=one).logits, model(part, cache=two).logits)
+
+
+@every
+@pytest.mark.parametrize("how", ["whole", "padded", "packed", "step by step"])
+def test_a_cache_keeps_no_more_memory_alive_than_twice_what_it_holds(fields, how):
+    model, ids = make(fields), tokens(1, 400)
+    given = {"attention_mask": (torch.arange(400) >= 9).long()[None]} if how == "padded" else {}
+    given |= {"cu_seqlens": torch.tensor([0, 150, 400])} if how == "packed" else {}
+    with torch.no_grad():
+        cache = model(ids, use_cache=True, **given).past_key_values
+        for _ in range(3 if how == "step by step" else 0):
+            cache = model(ids[:, :1], past_key_values=cache).past_key_values
+    held = [x for state in cache.copy().states for x in named_tensors(state).values()]
+    assert held
+    assert all(x.untyped_storage().nbytes() <= 2 * x.numel() * x.element_size() for x in held if x.numel())

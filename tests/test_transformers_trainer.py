@@ -42,3 +42,16 @@ def trained(kind, folder, rows, micro_batches):
 def test_accumulated_micro_batches_train_as_one_batch(kind, tmp_path):
     one, four = (trained(kind, tmp_path, rows, count) for rows, count in ((8, 1), (2, 4)))
     assert (one - four).norm() <= 1e-5 * one.norm()
+
+
+def test_it_evaluates_with_a_loss_and_keeps_the_best_model(tmp_path):
+    ids = torch.randint(0, 31, (8, 12), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 2, "load_best_model_at_end": True}
+    given = TrainingArguments(str(tmp_path), **often, report_to=[], use_cpu=True, disable_tqdm=True)
+    model = ProteusForCausalLM(ProteusConfig(**FIELDS))
+    trainer = Trainer(model, given, train_dataset=data, eval_dataset=data)
+    assert trainer.label_names == ["labels"]
+    trainer.train()
+    with torch.no_grad():
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(model(ids, labels=ids).loss.item(), abs=1e-5)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,17 @@ from proteus_lm.wave import run_wave
 INIT_STD = 0.02
 # transformers 5.2x renames `past_key_values` to `cache`; both names are taken, and the one it knows is given back.
 CACHE_NAME = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
+
+REMEDIES = {
+    "position_ids": "positions count from the start of each document; give cu_seqlens where several are packed in one row",
+    "output_attentions": "they have no attention weights to give; leave it out",
+}
+
+
+class More(TypedDict, total=False):
+    """What a forward takes beside the arguments in its signature."""
+
+    shift_labels: Tensor | None
 
 
 class Block(GradientCheckpointingLayer):
@@ -218,13 +230,13 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cache: ProteusCache | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         skip_logits: bool = False,
+        **more: Unpack[More],
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits, and the mean loss over the labels.
 
@@ -235,24 +247,29 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                 logits are those of a zero vector.
             past_key_values: the cache of the tokens before these, updated; its newer name `cache` is taken too.
             use_cache: return a cache; None is: where one was given, else as the configuration says outside training.
-            labels: int64 (B, T), usually input_ids: a token's logits are scored on the next token of its document. -100, masked
+            labels: integers (B, T), usually input_ids: a token's logits are scored on the next token of its document. -100, masked
                 tokens and the first token of a document are not scored. The loss is 0 where nothing is.
             cu_seqlens: int (N + 1,), boundaries of documents packed in one row (B = 1); position and memory start anew at each. A
                 cache returned with it has one row a document.
-            logits_to_keep: logits of the last so many columns only; 0 for all.
+            logits_to_keep: logits of the last so many columns only, 0 for all; or a tensor (n,), the indices of the columns.
             output_hidden_states: also give the embeddings and each layer's output, (B, T, hidden) each.
             return_dict: False for a plain tuple.
-            shift_labels: int64 (B, T) in place of `labels`: what each token is scored on, as it stands (-100: not). Masked tokens
-                are not scored. This and the next two have the names that transformers and Liger gave them.
+            more: `shift_labels`, integers (B, T) in place of `labels`: what each token is scored on, as it stands (-100: not).
+                Masked tokens are not scored. This and the next two have the names that transformers and Liger gave them; it has no
+                place in the signature because transformers' Trainer takes whatever is called a label there for one that it must
+                be given.
             num_items_in_batch: divide the summed loss by this, tokens of all micro-batches, not by those scored here.
             skip_logits: with labels, the loss by pieces of tokens, which never holds all logits (`ops.cross_entropy`), and None
                 for the logits. First derivatives only. `lm_head` is not called: its weight is read.
 
         Raises:
+            TypeError: for an argument that these models do not take.
             ValueError: for inputs that do not fit together. On the CPU also for ids and labels outside the vocabulary and masks of
                 other values than 0 and 1; on a GPU, which would have to be waited for, ids and labels stop its own kernels
                 (labels with `skip_logits` make the loss NaN).
         """
+        shift_labels = more.pop("shift_labels", None)
+        _check_names(more)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
@@ -277,7 +294,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         logits = loss = None
         if not skip_logits:
             last = hidden[-1] if unpadding is None else unpadding.put(hidden[-1])
-            logits = self.lm_head(last[:, -logits_to_keep:])
+            logits = self.lm_head(last[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)])
         if given is not None:
             targets = _targets(given, cu_seqlens, unpadding, shifted=shift_labels is not None)
             if logits is None:
@@ -304,7 +321,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
         past: ProteusCache | None,
         labels: Tensor | None,
         cu_seqlens: Tensor | None,
-        logits_to_keep: int,
+        logits_to_keep: int | Tensor,
         name: str,
     ) -> None:
         """Raise ValueError for inputs that do not fit together; `labels` were given under `name`."""
@@ -340,9 +357,23 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         if labels is not None and labels.shape != tokens.shape[:2]:
             raise ValueError(f"{name} have shape {tuple(labels.shape)}; they must have that of the tokens, ({batch}, {length})")
-        if labels is not None and logits_to_keep:
+        if labels is not None and (labels.is_floating_point() or labels.is_complex()):
+            raise ValueError(f"{name} are {labels.dtype}; give integers, one a token")
+        if isinstance(logits_to_keep, Tensor):
+            if logits_to_keep.dim() != 1 or logits_to_keep.is_floating_point():
+                raise ValueError(
+                    f"logits_to_keep is a tensor {tuple(logits_to_keep.shape)} of {logits_to_keep.dtype}; give a number of "
+                    "columns, or a tensor (n,) of integers, their indices"
+                )
+        elif logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep is {logits_to_keep}; give the number of last columns, or 0 for all")
+        if labels is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep):
             raise ValueError(f"logits_to_keep is {logits_to_keep} with {name}: a loss needs all logits; leave it at 0")
         if cu_seqlens is not None:
+            if not isinstance(cu_seqlens, Tensor):
+                raise ValueError(
+                    f"cu_seqlens is a {type(cu_seqlens).__name__}; give a tensor of integers, the documents' boundaries"
+                )
             check_packed(batch, cu_seqlens)
             if mask is not None:
                 raise ValueError("attention_mask and cu_seqlens together; pack the tokens that count and give cu_seqlens alone")
@@ -435,7 +466,7 @@ class ProteusForCausalLM(PreTrainedModel, GenerationMixin):
                 x, state = block(x, sequence, state, use_cache)
             else:
                 x, state = _run_rows(block, x, sequence, state, use_cache, kept, batch)
-            states.append(state)
+            states.append(map_state(_own, state) if use_cache else None)
         hidden.append(self.norm(x))
         if position is None:
             position = torch.zeros(batch, dtype=torch.int64, device=x.device)
@@ -472,6 +503,20 @@ def _may_look(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def _own(x: Tensor) -> Tensor:
+    """A state's tensor: a copy where it is a small part of what it was cut from, which it would keep alive."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return x
+    return x.clone() if x.untyped_storage().nbytes() > 2 * x.numel() * x.element_size() else x
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments that these models do not take; transformers hands on switches that are off."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise TypeError(f"these models take no {name}: {REMEDIES.get(name, 'leave it out')}")
+
+
 def _run_rows(
     block: Block, x: Tensor, sequence: TokenSequence, state: Any, use_cache: bool, kept: Tensor, batch: int
 ) -> tuple[Tensor, Any]:
@@ -488,7 +533,7 @@ def _run_rows(
 
 def _targets(labels: Tensor, cu_seqlens: Tensor | None, unpadding: Unpadding | None, shifted: bool) -> Tensor:
     """What each token that the layers saw is scored on, IGNORED for none: its document's next label, or with `shifted` its own."""
-    targets = labels if unpadding is None else unpadding.take(labels)
+    targets = (labels if unpadding is None else unpadding.take(labels)).long()
     if shifted:
         return targets
     cu_seqlens = cu_seqlens if unpadding is None else unpadding.cu_seqlens
