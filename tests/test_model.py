@@ -156,7 +156,9 @@ def test_a_saved_model_loads_with_equal_logits_as_safetensors(fields, tied, tmp_
     for loader in (ProteusForCausalLM, AutoModelForCausalLM):
         loaded, report = loader.from_pretrained(tmp_path, output_loading_info=True)
         assert not any(report.values())
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        weights = loaded.state_dict()
+        assert all(torch.equal(weights.pop(name), x) for name, x in model.state_dict().items()) and not weights
+        assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-5)  # a file's weights lie at other addresses
         assert (loaded.lm_head.weight is loaded.embed_tokens.weight) == tied
         assert no_decay_names(loaded) == no_decay_names(model)
 
