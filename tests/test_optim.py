@@ -256,6 +256,60 @@ def test_a_block_that_opens_inside_a_period_learns_from_the_rest_of_it():
     assert not torch.equal(r, torch.ones_like(r))
 
 
+def sometimes(make, calls, steps=30, resume_at=None):
+    """Four matrices, of which each has a gradient at some steps only: calls(step, number)."""
+    random = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(3, 2, generator=random, dtype=torch.float64)) for _ in range(4)]
+    optimizer = make(params)
+    for step in range(steps):
+        if step == resume_at:
+            saved = optimizer.state_dict()
+            optimizer = make(params)
+            optimizer.load_state_dict(saved)
+        for number, p in enumerate(params):
+            gradient = torch.randn(p.shape, generator=random, dtype=torch.float64)
+            p.grad = gradient if calls(step, number) else None
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+SOMETIMES = {
+    "late": lambda step, number: step >= 7 * number,
+    "by turns": lambda step, number: step % 4 == number,
+    "late, with gaps": lambda step, number: step >= 3 * number and step % (number + 2) > 0,
+}
+
+
+@pytest.mark.parametrize("calls", SOMETIMES.values(), ids=SOMETIMES)
+@pytest.mark.parametrize("resume_at", [None, 13])
+def test_a_parameter_counts_the_updates_for_which_it_had_a_gradient(calls, resume_at):
+    betas = (0.9, 0.999)
+    ours = sometimes(lambda ps: GatedAdamW(ps, 1e-2, betas), calls, resume_at=resume_at)
+    right = sometimes(lambda ps: torch.optim.AdamW(ps, 1e-2, betas, 1e-8, 0.1), calls)
+    for a, b in zip(ours, right):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_gated_parameter_that_begins_late_counts_from_there_and_its_later_blocks_from_their_own_step():
+    def make(blocks):
+        schedule = ActivationSchedule(blocks, 15)
+        return lambda ps: GatedAdamW(ps, 1e-2, (0.9, 0.999), weight_decay=0.0, masks=dict.fromkeys(ps, (0, schedule)))
+
+    late = lambda step, _: step >= 8  # noqa: E731
+    whole, gated = (sometimes(make(blocks), late, steps=9) for blocks in (1, 3))
+    for a, b in zip(
+        whole, gated
+    ):  # blocks open at 0, 5 and 10: two are open at the first gradient, and move like an open parameter
+        assert torch.equal(a[:2], b[:2])
+        assert not torch.equal(a[2:], b[2:])
+    every = sometimes(make(3), lambda step, _: True, steps=11)
+    begun = sometimes(make(3), late, steps=11)
+    start = sometimes(make(3), late, steps=0)
+    for a, b, c in zip(every, begun, start):  # the block that opens at 10 takes its first step there in both
+        assert torch.equal(a[2:], b[2:])
+        assert not torch.equal(b[2:], c[2:])
+
+
 @pytest.mark.parametrize("at", [1, 7, 10])
 def test_resume_continues_bit_for_bit(at):
     def make(ps):

@@ -32,7 +32,8 @@ class GatedAdamW(torch.optim.Optimizer):
         masks: gated parameters: parameter -> (dimension, schedule over this optimiser's steps, counted from 0).
         periods: parameter -> C: one update every C steps, with the mean of the C gradients (Hope, eq 17-18); others 1.
         decay_locked: True decays locked coordinates too, as eq 15 is printed; False keeps them (Definition 2).
-        bias_correction: "block" counts a coordinate's own updates since it opened; "global" counts all (eq 15 as printed).
+        bias_correction: "block" counts a coordinate's own updates since it opened, of a parameter with no gradient at some steps
+            (an expert that was not called, a layer trained later) those that it had; "global" counts all (eq 15 as printed).
 
     Call `mask_gradients()` before clipping gradients; `step()` calls it too. Its number of steps is in `state_dict()`.
 
@@ -177,14 +178,18 @@ class GatedAdamW(torch.optim.Optimizer):
         due: _Due = []
         sums, news, ended, periods = [], [], [], []
         for cohort in lot:
+            ends = not (group["step"] + 1) % cohort.period
             members = [p for p in cohort.params if p.grad is not None]
+            if ends and len(members) < len(cohort.params):
+                for p in cohort.params:
+                    if p.grad is None and p in self.state:
+                        self.state[p]["missed"] = self.state[p].get("missed", 0) + 1
             if not members:
                 continue
             own: list[Any] = [p.grad for p in members]
             for p in members:
                 if not self.state[p]:
-                    self._start(p, cohort.period)
-            ends = not (group["step"] + 1) % cohort.period
+                    self._start(p, cohort.period, group["step"] // cohort.period)
             if cohort.period > 1:
                 news += own
                 own = [self.state[p]["gradient_sum"] for p in members]
@@ -200,12 +205,14 @@ class GatedAdamW(torch.optim.Optimizer):
             torch._foreach_div_(ended, periods)
         return due, ended
 
-    def _start(self, p: Tensor, period: int) -> None:
-        """The state of a parameter that has its first gradient."""
+    def _start(self, p: Tensor, period: int, missed: int) -> None:
+        """The state of a parameter that has its first gradient, after so many updates without it."""
         if p.grad is not None and p.grad.is_sparse:
             raise ValueError("GatedAdamW takes dense gradients; use sparse=False in the embedding")
         names = ("exp_avg", "exp_avg_sq", "gradient_sum") if period > 1 else ("exp_avg", "exp_avg_sq")
         self.state[p].update({name: torch.zeros_like(p) for name in names})
+        if missed:
+            self.state[p]["missed"] = missed
 
     def _decay(self, group: dict[str, Any], batch: _Due) -> None:
         """Shrink what decays: of a gated parameter the open coordinates."""
@@ -232,10 +239,10 @@ class GatedAdamW(torch.optim.Optimizer):
         blocked, factors, terms = [], [], []  # where the correction differs from block to block
         rest = iter(roots)
         about = (group["step"], group["betas"], group["eps"], self.bias_correction)
-        for cohort, members, _ in batch:
+        for cohort, missed, members in self._alike(batch):
             own = [next(rest) for _ in members]
-            like = members[0]
-            a, b = cohort.kept("correction", (*about, like.device), self._correction, group, cohort, like)
+            like, name = members[0], "late correction" if missed else "correction"
+            a, b = cohort.kept(name, (*about, missed, like.device), self._correction, group, cohort, like, missed)
             if isinstance(a, Tensor) and isinstance(b, Tensor):
                 blocked += own
                 factors += [a] * len(own)
@@ -253,14 +260,21 @@ class GatedAdamW(torch.optim.Optimizer):
             torch._foreach_add_(blocked, terms)
         return rates
 
-    def _correction(self, group: dict[str, Any], cohort: _Cohort, like: Tensor) -> Correction:
+    def _alike(self, batch: _Due) -> Iterator[tuple[_Cohort, int, list[Tensor]]]:
+        """Cohort, updates missed, and parameters in order that agree in both."""
+        for cohort, members, _ in batch:
+            for missed, some in groupby(members, lambda p: self.state[p].get("missed", 0)):
+                yield cohort, missed if self.bias_correction == "block" else 0, list(some)
+
+    def _correction(self, group: dict[str, Any], cohort: _Cohort, like: Tensor, missed: int) -> Correction:
         """Numbers (1 - beta1^s, sqrt(1 - beta2^s)), or where blocks differ in s tensors (a, b) along the gated dimension with
         lr m / (1 - beta1^s) / (sqrt(v) / sqrt(1 - beta2^s) + eps) = lr m / (a sqrt(v) + b).
         """
-        (beta1, beta2), updates = group["betas"], (group["step"] + 1) // cohort.period
+        (beta1, beta2), updates = group["betas"], (group["step"] + 1) // cohort.period - missed
         if cohort.schedule is None or self.bias_correction == "global":
             return 1 - beta1**updates, (1 - beta2**updates) ** 0.5
-        both = [(1 - beta1**s, (1 - beta2**s) ** 0.5) for s in cohort.updates(group["step"])]
+        counts = [min(s, updates) for s in cohort.updates(group["step"])]
+        both = [(1 - beta1**s, (1 - beta2**s) ** 0.5) for s in counts]
         if len(set(both)) == 1:
             return both[0]
         values = torch.tensor([[x / y for x, y in both], [x * group["eps"] for x, _ in both]], dtype=torch.float64)

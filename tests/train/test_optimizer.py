@@ -9,6 +9,7 @@ from torch import nn
 from proteus_lm.config import ProteusConfig
 from proteus_lm.mixers import registry
 from proteus_lm.model import ProteusForCausalLM
+from proteus_lm.optim import GatedAdamW
 from proteus_lm.train.optimizer import decay_groups, learning_rate, load_moments, make_adamw, moments
 from proteus_lm.train.recipe import TrainRecipe
 
@@ -102,3 +103,26 @@ def test_moments_travel_by_name_and_strangers_are_refused():
         assert torch.equal(parameter, other.get_parameter(name)), name
     with pytest.raises(ValueError, match=r"exp_avg\.stranger"):
         load_moments(pairs[1][2], pairs[1][1], {"exp_avg.stranger": torch.zeros(2)})
+
+
+def test_the_moments_of_a_gated_optimiser_know_what_updates_a_parameter_missed():
+    torch.manual_seed(0)
+    model, other = Marked(), Marked()
+    other.load_state_dict(model.state_dict())
+    first, second = ((decay_groups(m), GatedAdamW(list(m.parameters()), 0.1)) for m in (model, other))
+
+    def step(groups, optimizer, alone):
+        for number, parameter in enumerate((groups.decay | groups.no_decay).values()):
+            parameter.grad = None if alone and number else torch.full_like(parameter, 0.1 * (number + 1))
+        optimizer.step()
+
+    for number in range(4):
+        step(*first, alone=number < 3)
+    saved = moments(first[1], first[0])
+    assert {key for key in saved if key.startswith("missed.")}
+    other.load_state_dict(model.state_dict())
+    load_moments(second[1], second[0], saved)
+    for pair in (first, second):
+        step(*pair, alone=False)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name

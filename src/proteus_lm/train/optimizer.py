@@ -120,12 +120,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 def moments(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Tensor]:
     """The optimiser's state by parameter name, on its own device: exp_avg.NAME, exp_avg_sq.NAME, step.NAME (fp32).
 
-    A gated one has the gradients of an unfinished period, gradient_sum.NAME, and one count, `steps` (int64, not by name).
+    A gated one has the gradients of an unfinished period, gradient_sum.NAME, the updates that a parameter had no gradient for,
+    missed.NAME, where there were any, and one count, `steps` (int64, not by name).
     """
     found: dict[str, Tensor] = {"steps": torch.tensor(optimizer.steps)} if isinstance(optimizer, GatedAdamW) else {}
     for name, parameter in (groups.decay | groups.no_decay).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{key}.{name}"] = value
+            found[f"{key}.{name}"] = torch.as_tensor(value)
     return found
 
 
@@ -144,8 +145,9 @@ def load_moments(optimizer: torch.optim.Optimizer, groups: Groups, saved: dict[s
     for key, value in saved.items():
         kind, _, name = key.partition(".")
         parameter = parameters.get(name)
-        if parameter is None or (kind != "step" and value.shape != parameter.shape):
+        if parameter is None or (kind not in ("step", "missed") and value.shape != parameter.shape):
             shape = None if parameter is None else tuple(parameter.shape)
             raise ValueError(f"the saved optimiser state {key} has shape {tuple(value.shape)}; this model's is {shape}")
         # The step count stays where AdamW keeps it: beside the weights for a fused one.
-        optimizer.state[parameter][kind] = value.to(device=parameter.device, copy=True)
+        state = optimizer.state[parameter]
+        state[kind] = int(value) if kind == "missed" else value.to(device=parameter.device, copy=True)
