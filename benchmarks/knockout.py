@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ from proteus_lm.ops import triton as ours
 from proteus_lm.ops.triton import hopper
 from timing import kernels_ms
 
-SIZE, WIDE, CONTEXT = (4, 8192, 16, 128, 128), (4, 8192, 6, 256, 512), 8192
+SIZE, CONTEXT = (4, 8192, 16, 128, 128), 8192
 FOLDER = Path(hopper.__file__).parent
 KERNELS = ("prepare", "scan", "reverse", "gradients")
-MODULES = ("_tiles", "_walks", "_wide", "_gradients")
+MODULES = ("_tiles", "_walks", "_gradients")
 # part -> (text of _tiles.py, what stands there instead)
 LOADS = (
     ("    copy(buffer, at, (r < rows)[:, None] & (c < columns)[None, :])\n", "    pass\n"),
@@ -50,23 +51,21 @@ def sources(part: str, package: str) -> dict[str, str]:
         if texts["_tiles"].count(old) != 1:
             raise ValueError(f"{old!r} stands {texts['_tiles'].count(old)} times in {FOLDER / '_tiles.py'}, not once")
         texts["_tiles"] = texts["_tiles"].replace(old, new)
-    return {name: text.replace("proteus_lm.ops.triton.hopper._", f"{package}._") for name, text in texts.items()}
+    return {name: text.replace("proteus_lm.ops.triton.hopper._tiles", f"{package}._tiles") for name, text in texts.items()}
 
 
-def load(part: str, root: Path) -> dict[str, Any]:
-    """The kernels without a part, by name, from a package under `root` (which Gluon reads their source from)."""
+def load(part: str, root: Path) -> list[ModuleType]:
+    """The walks and the gradients without a part, as a package under `root` (which Gluon reads their source from)."""
     package = f"without_{part}"
     (root / package).mkdir()
     for name, text in {"__init__": "", **sources(part, package)}.items():
         (root / package / f"{name}.py").write_text(text)
-    walks, wide, gradients = (importlib.import_module(f"{package}.{name}") for name in MODULES[1:])
-    narrow = {"scan": walks.scan, "reverse": walks.reverse, "gradients": gradients.gradients}
-    return narrow | {"wide scan": wide.scan, "wide reverse": wide.reverse}
+    return [importlib.import_module(f"{package}.{name}") for name in MODULES[1:]]
 
 
-def both_ways(rule: str, size: tuple[int, ...], blocks: int, axis: str) -> Callable[[], Any]:
+def both_ways(rule: str, blocks: int, axis: str) -> Callable[[], Any]:
     """A forward + backward."""
-    tensors, activation = inputs(rule, size), gate(size, blocks, axis, CONTEXT)
+    tensors, activation = inputs(rule, SIZE), gate(SIZE, blocks, axis, CONTEXT)
     upstream = torch.randn_like(tensors["v"])
 
     def work() -> Any:
@@ -80,7 +79,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=["gated_delta_rule"])
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--wide", action="store_true", help="Comba's own K = 256, V = 512, H = 6")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     reason = hopper.refuse()
@@ -90,10 +88,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, folder)
         for part in arguments.parts:
-            kernels = load(part, Path(folder))
-            hopper._kernels = lambda k=kernels: k  # pyright: ignore
+            walks, gradients = load(part, Path(folder))
+            hopper._kernels = lambda k=(walks.scan, walks.reverse, gradients.gradients): k  # pyright: ignore
             for rule in arguments.rules:
-                calls = [both_ways(rule, WIDE if arguments.wide else SIZE, *gate) for gate in GATES]
+                calls = [both_ways(rule, *gate) for gate in GATES]
                 with ThreadPoolExecutor(len(calls)) as pool:  # compile beside each other
                     list(pool.map(lambda call: call(), calls))
                 for (blocks, axis), call in zip(GATES, calls):

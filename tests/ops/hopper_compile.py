@@ -46,7 +46,6 @@ QUICK = (
     Variant("delta_rule", keys=64, values=64, dtype="float16"),
     Variant("retention", 4, "value", keys=64, final=True),
     Variant("swla", 4, "key", dtype="float16"),
-    Variant("comba", 16, "key", keys=256, values=512),
 )
 
 
@@ -60,7 +59,6 @@ def every() -> list[Variant]:
         if not (rule == "swla" and carried)  # its walks are Triton's
     ]
     found += [Variant(rule, *gate, 128, 192, save=False) for rule, gate in product(NAMES, gates) if rule != "swla"]
-    found += [Variant(rule, *gate, 256, 256, "float16") for rule, gate in product(NAMES, gates)]
     return [*QUICK, *found]
 
 
@@ -82,7 +80,7 @@ def replace_kernels() -> Calls:
     from proteus_lm.ops.triton import hopper, linear
 
     calls: Calls = []
-    recorders = {name: Recorder(kernel, calls) for name, kernel in hopper._kernels().items()}
+    recorders = tuple(Recorder(kernel, calls) for kernel in hopper._kernels())
     for name in ("_PREPARE", "_SCAN", "_REVERSE", "_GRADIENTS", "_REOPENED"):
         setattr(linear, name, Recorder(None, []))  # Triton's: not looked at
     linear._stages = lambda *_: 2  # pyright: ignore[reportAttributeAccessIssue] - asks the GPU

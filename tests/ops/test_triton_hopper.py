@@ -95,7 +95,6 @@ TAKEN = (
     {"keys": 64},
     {"values": 64},
     {"values": 512},
-    {"keys": 256, "values": 512, "blocks": 16},
     {"dtype": torch.float16},
     {"blocks": 16},
     {"blocks": 8, "axis": "value"},
@@ -103,8 +102,7 @@ TAKEN = (
 PASSED_OVER = {
     "float32": {"dtype": torch.float32, "keys": 64},
     "K 96": {"keys": 96},
-    "K 192": {"keys": 192},
-    "K 256 with V 192": {"keys": 256, "values": 192},
+    "K 256": {"keys": 256},
     "V 80": {"values": 80},
     "open lengths of 4 key rows": {"blocks": 32},
     "open lengths of 4 columns": {"blocks": 16, "values": 64, "axis": "value"},

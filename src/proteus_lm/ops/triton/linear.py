@@ -222,9 +222,11 @@ def linear_backward(
             HAS_FINAL=dfinal is not None,
             **_walk(s, q.device),
         )
-    tile = min(s.keys, 128) if fast else min(s.key_tile, 64 if s.half else 32)
-    parts = -(-s.keys // tile)  # of dg and dgamma, to be summed
-    make = torch.zeros if s.window or (s.key_gate and parts > 1) else torch.empty  # what the kernel leaves alone
+    fast = fast and s.values <= 128
+    tile = min(s.key_tile, 64 if s.half else 32)
+    tiles = -(-s.keys // tile)
+    parts = 1 if fast else tiles  # of dg and dgamma, to be summed
+    make = torch.zeros if s.window or (s.key_gate and not fast) else torch.empty  # what the kernel leaves alone
     dg = make(parts, s.rows, s.length, s.heads, **f32) if g is not None else empty
     dbeta = make(*([parts] if s.window else []), *beta.shape, **f32) if beta is not None else torch.empty_like(empty)
     inputs = (q, k, asked, gates, chunks, do, fresh if s.delta else v, states, dstates)
@@ -232,14 +234,14 @@ def linear_backward(
     if fast:
         hopper.gradients(s, len(chunks), *inputs, *outputs, has_g=g is not None)
     else:
-        _GRADIENTS[(len(chunks) * s.heads * parts,)](
+        _GRADIENTS[(len(chunks) * s.heads * tiles,)](
             *(*inputs, *outputs, s.tokens * s.heads),
             H=s.heads,
             K=s.keys,
             V=s.values,
             C=s.chunk,
             KT=tile,
-            NT=parts,
+            NT=tiles,
             BV=min(triton.next_power_of_2(max(16, s.values)), 128 if s.values <= 128 and s.half else 64),
             VALUE=s.value_gate,
             FLOOR=floor(q.dtype),

@@ -44,16 +44,16 @@ _refuse = cache(refuse)  # a device does not change while a process runs
 
 
 def fits(s: Shape, device: torch.device, *tensors: Tensor | None) -> bool:
-    """Whether these kernels take a call with these operands: 16 bits, chunks of 64, K of 64 or 128 and V a multiple of 64, or K of
-    256 and V a multiple of 128, open lengths multiples of 8, addresses of 16 bytes.
+    """Whether these kernels take a call with these operands: 16 bits, chunks of 64, K of 64 or 128, V a multiple of 64,
+    open lengths multiples of 8, addresses of 16 bytes.
 
-    Besides, `scan` and `reverse` take no sliding window.
+    Besides, `scan` and `reverse` take no sliding window, and `gradients` V up to 128.
     """
     return (
         s.half
         and s.chunk == 64
-        and s.keys in (64, 128, 256)
-        and s.values % (128 if s.keys == 256 else 64) == 0
+        and s.keys in (64, 128)
+        and s.values % 64 == 0
         and s.align % 8 == 0
         and _refuse(device) is None
         and all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
@@ -62,8 +62,7 @@ def fits(s: Shape, device: torch.device, *tensors: Tensor | None) -> bool:
 
 def _walk(s: Shape) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and constants of a walk."""
-    wide = s.keys == 256
-    return (s.documents * s.heads * (s.values // (128 if wide else 64)),), {
+    return (s.documents * s.heads * (s.values // 64),), {
         "H": s.heads,
         "K": s.keys,
         "V": s.values,
@@ -73,44 +72,37 @@ def _walk(s: Shape) -> tuple[tuple[int], dict[str, Any]]:
         "KEY": s.key_gate,
         "VALUE": s.value_gate,
         "ALIGN": s.align,
-        "num_warps": 8 if wide else 4,
-        "maxnreg": 128 if wide else 168,  # of all warps on average; the multiplying ones get what the others leave
+        "num_warps": 4,
+        "maxnreg": 168,  # of all warps on average; the multiplying ones get what the others leave
     }
 
 
 @cache
-def _kernels() -> dict[str, Any]:
-    """By name; Gluon is imported where it runs."""
-    from proteus_lm.ops.triton.hopper import _gradients, _walks, _wide
+def _kernels() -> tuple[Any, Any, Any]:
+    """scan, reverse and gradients; Gluon is imported where it runs."""
+    from proteus_lm.ops.triton.hopper import _gradients, _walks
 
-    walks = {"scan": _walks.scan, "reverse": _walks.reverse, "wide scan": _wide.scan, "wide reverse": _wide.reverse}
-    return walks | {"gradients": _gradients.gradients}
-
-
-def _named(s: Shape, name: str) -> Any:
-    """The walk of a name for a shape."""
-    return _kernels()[f"wide {name}" if s.keys == 256 else name]
+    return _walks.scan, _walks.reverse, _gradients.gradients
 
 
 def scan(s: Shape, *arguments: Any, has_initial: bool, has_final: bool, save: bool) -> None:
     """Launch `scan`, with the arguments of the Triton kernel less scale."""
     grid, constants = _walk(s)
-    _named(s, "scan")[grid](*arguments, HAS_INITIAL=has_initial, HAS_FINAL=has_final, SAVE=save, **constants)
+    _kernels()[0][grid](*arguments, HAS_INITIAL=has_initial, HAS_FINAL=has_final, SAVE=save, **constants)
 
 
 def reverse(s: Shape, *arguments: Any, has_initial: bool, has_final: bool) -> None:
     """Launch `reverse`, with the arguments of the Triton kernel less scale."""
     grid, constants = _walk(s)
-    _named(s, "reverse")[grid](*arguments, HAS_INITIAL=has_initial, HAS_FINAL=has_final, **constants)
+    _kernels()[1][grid](*arguments, HAS_INITIAL=has_initial, HAS_FINAL=has_final, **constants)
 
 
 def gradients(s: Shape, chunks: int, *arguments: Any, has_g: bool) -> None:
-    """Launch `gradients`, with the arguments of the Triton kernel; dg and dgamma have a part for 128 key rows."""
-    tile = min(s.keys, 128)
-    items, device = chunks * s.heads * (s.keys // tile), arguments[0].device
+    """Launch `gradients`, with the arguments of the Triton kernel less span; dg and dgamma have one part, the sum."""
+    items, device = chunks * s.heads, arguments[0].device
     programs = min(items, torch.cuda.get_device_properties(device).multi_processor_count)
-    _kernels()["gradients"][(programs,)](
-        *(*arguments, items, s.tokens * s.heads),
+    _kernels()[2][(programs,)](
+        *(*arguments, items),
         H=s.heads,
         K=s.keys,
         V=s.values,
@@ -123,8 +115,7 @@ def gradients(s: Shape, chunks: int, *arguments: Any, has_g: bool) -> None:
         KEY=s.key_gate,
         VALUE=s.value_gate,
         ALIGN=s.align,
-        LOADING=72 if tile == 64 else 48,
-        STORING=136 if tile == 64 else 104,
-        num_warps=tile // 16,
-        maxnreg=168 if tile == 64 else 128,
+        REGISTERS=72 if s.keys == 64 else 48,
+        num_warps=s.keys // 16,
+        maxnreg=168 if s.keys == 64 else 128,
     )

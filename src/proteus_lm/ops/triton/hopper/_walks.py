@@ -48,9 +48,9 @@ def gate(buffer, number: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def decay(buffer, LAYOUT: gl.constexpr):
+def decay(buffer):
     """e^total of a chunk, (1, 1)."""
-    return gl.exp(buffer.slice(4 * C - 1, 1).load(gl.SliceLayout(0, LAYOUT)))[None, :]
+    return gl.exp(buffer.slice(4 * C - 1, 1).load(gl.SliceLayout(0, PRODUCT)))[None, :]
 
 
 @gluon.jit
@@ -70,21 +70,16 @@ def lane_of(N, H: gl.constexpr, tiles: gl.constexpr, LONGEST_FIRST: gl.constexpr
 
 
 @gluon.jit
-def bounds(
-    documents, document, tile, WIDTH: gl.constexpr, TILES: gl.constexpr, NK: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr
-):
-    """First chunk, the one that opens the walk's columns, the one that opens its second tile of key rows; chunks of the walk.
-
-    WIDTH: columns, or key rows, of a tile.
-    """
+def bounds(documents, document, tile, TILES: gl.constexpr, NK: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr):
+    """First chunk, the one that opens the walk's columns, the one that opens its second tile of key rows; chunks of the walk."""
     table = documents + document * (2 + TILES)
     low = gl.load(table)
     first = low
     if VALUE:
-        first = gl.load(table + 2 + tile * (WIDTH // 16))
+        first = gl.load(table + 2 + tile * (C // 16))
     second = first
     if KEY and NK > 1:
-        second = gl.load(table + 2 + WIDTH // 16)
+        second = gl.load(table + 2 + C // 16)
     return low, first, second, gl.load(table + 1) - first
 
 
@@ -98,13 +93,13 @@ def rooms(dtype: gl.constexpr, NK: gl.constexpr, DELTA: gl.constexpr, HAS_P: gl.
 
 
 @gluon.jit
-def barriers(USERS: gl.constexpr):
-    """`full` and `free` of every place, for so many users; of the hand-over of states full and free, and the same of results."""
+def barriers():
+    """`full` and `free` of every place; of the hand-over of states full and free, and the same of results."""
     full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for s in gl.static_range(2):
         mbarrier.init(full.index(s), count=128)  # each loading thread
-        mbarrier.init(free.index(s), count=USERS)
+        mbarrier.init(free.index(s), count=1)
     hand = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     for s in gl.static_range(4):
         mbarrier.init(hand.index(s), count=1)
@@ -169,24 +164,25 @@ def end_with(state, s0, s1, column, row, V: gl.constexpr, NK: gl.constexpr):
 
 
 @gluon.jit
-def settle(s, column, row, buffer, factor, KEY: gl.constexpr, VALUE: gl.constexpr, LAYOUT: gl.constexpr):
+def settle(s, column, row, buffer, factor, KEY: gl.constexpr, VALUE: gl.constexpr):
     """Decay the open part of a tile by `factor`; where a state is handed in, the locked part may hold something."""
     out = s * factor
     if KEY:
-        out = gl.where((row < open_length(buffer, gl.SliceLayout(0, LAYOUT)))[None, :], out, s)
+        out = gl.where((row < open_length(buffer, gl.SliceLayout(0, PRODUCT)))[None, :], out, s)
     if VALUE:
-        out = gl.where((column < open_length(buffer, gl.SliceLayout(1, LAYOUT)))[:, None], out, s)
+        out = gl.where((column < open_length(buffer, gl.SliceLayout(1, PRODUCT)))[:, None], out, s)
     return out
 
 
 @gluon.jit
 def scan_products(
-    places, gate_places, row_places, full, free, states, written, hand,
+    places, gate_places, row_places, full, free, states, results, fresh, hand,
     initial, final, first, second, count, tile,
     K: gl.constexpr, V: gl.constexpr, NK: gl.constexpr, DELTA: gl.constexpr, HAS_P: gl.constexpr,
-    KEY: gl.constexpr, VALUE: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, dtype: gl.constexpr,
+    KEY: gl.constexpr, VALUE: gl.constexpr, SAVE: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
-    """The warps of `scan` that walk: they make the states and what is written; `second` opens the second tile of key rows."""
+    """The multiplying warps of `scan`. The state is (columns of values, key rows), in tiles of 64 x 64, in registers."""
     EACH: gl.constexpr = (3 if HAS_P else 2) * NK + (3 if DELTA else 2)
     REST: gl.constexpr = (3 if HAS_P else 2) * NK  # where v lies
     P: gl.constexpr = 2 * NK if HAS_P else 0
@@ -203,61 +199,74 @@ def scan_products(
             s, turn = place_of(i)
             mbarrier.wait(full.index(s), turn)
             fence_async_shared()  # a barrier for memory, too, behind which no load is left on its way
+            if VALUE:
+                here = (column < open_length(row_places.index(s), gl.SliceLayout(1, PRODUCT)))[:, None]
             b0 = s0.to(dtype)
             b1 = s1.to(dtype)
+            a0 = gl.convert_layout(b0, LEFT)
+            a1 = gl.convert_layout(b1, LEFT)
             tiles = s * EACH
             if DELTA:
-                a0 = gl.convert_layout(b0, LEFT)
                 guess = warpgroup_mma(a0, places.index(tiles + P).permute((1, 0)), zero, use_acc=False, is_async=True)
                 if phase > 0:
-                    a1 = gl.convert_layout(b1, LEFT)
                     guess = warpgroup_mma(a1, places.index(tiles + P + 1).permute((1, 0)), guess, is_async=True)
                 wrote = warpgroup_mma(
                     places.index(tiles + REST).permute((1, 0)), places.index(tiles + REST + 2).permute((1, 0)), zero,
                     use_acc=False, is_async=True,
                 )  # fmt: skip
-            mbarrier.wait(hand.index(1), (i & 1) ^ 1)
-            states.index(0).store(b0)
-            if phase > 0:
-                states.index(1).store(b1)
-            fence_async_shared()
-            mbarrier.arrive(hand.index(0), count=1)
+            if SAVE:
+                mbarrier.wait(hand.index(1), (i & 1) ^ 1)
+                states.index(0).store(b0)
+                if phase > 0:
+                    states.index(1).store(b1)
+                mbarrier.arrive(hand.index(0), count=1)
             if DELTA:
                 guess = warpgroup_mma_wait(1, deps=[guess])
                 guess = guess * -gate(gate_places.index(s), 2, PRODUCT)[None, :]
                 if VALUE and HAS_INITIAL:
-                    here = (column < open_length(row_places.index(s), gl.SliceLayout(1, PRODUCT)))[:, None]
                     guess = gl.where(here, guess, 0.0)
                 a_guess = gl.convert_layout(guess.to(dtype), LEFT)
                 wrote = warpgroup_mma(a_guess, places.index(tiles + REST + 2).permute((1, 0)), wrote, is_async=True)
-            factor = decay(gate_places.index(s), PRODUCT)
-            if HAS_INITIAL and (KEY or VALUE):
-                s0 = settle(s0, column, row, row_places.index(s), factor, KEY, VALUE, PRODUCT)
-                if phase > 0:
-                    s1 = settle(s1, column, row + C, row_places.index(s), factor, KEY, VALUE, PRODUCT)
-            else:
-                s0 = s0 * factor
-                if phase > 0:
-                    s1 = s1 * factor
+            y = warpgroup_mma(a0, places.index(tiles + NK).permute((1, 0)), zero, use_acc=False, is_async=True)
+            if phase > 0:
+                y = warpgroup_mma(a1, places.index(tiles + NK + 1).permute((1, 0)), y, is_async=True)
+            mbarrier.wait(hand.index(3), (i & 1) ^ 1)
             if DELTA:
-                mbarrier.wait(hand.index(3), (i & 1) ^ 1)
-                wrote = warpgroup_mma_wait(0, deps=[wrote])
+                wrote = warpgroup_mma_wait(phase + 1, deps=[wrote])
+                u = wrote.to(dtype)
+                a_u = gl.convert_layout(u, LEFT)
                 a_wrote = gl.convert_layout((wrote * gate(gate_places.index(s), 1, PRODUCT)[None, :]).to(dtype), LEFT)
             else:
                 a_u = places.index(tiles + REST).permute((1, 0)).load(LEFT)
                 a_wrote = (a_u.to(gl.float32) * gate(gate_places.index(s), 1, LEFT)[None, :]).to(dtype)
+            factor = decay(gate_places.index(s))
+            if HAS_INITIAL and (KEY or VALUE):
+                s0 = settle(s0, column, row, row_places.index(s), factor, KEY, VALUE)
+                if phase > 0:
+                    s1 = settle(s1, column, row + C, row_places.index(s), factor, KEY, VALUE)
+            else:
+                s0 = s0 * factor
+                if phase > 0:
+                    s1 = s1 * factor
             n0 = warpgroup_mma(a_wrote, places.index(tiles), s0, is_async=True)
             if phase > 0:
                 n1 = warpgroup_mma(a_wrote, places.index(tiles + 1), s1, is_async=True)
-            if DELTA:
-                written.index(0).store(wrote.to(dtype))
-                fence_async_shared()
-                mbarrier.arrive(hand.index(2), count=1)
+            own = warpgroup_mma(a_u, places.index(tiles + REST + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+            if DELTA and SAVE:
+                fresh.store(u)
+            y = warpgroup_mma_wait(phase + 2, deps=[y])
+            y = y * gate(gate_places.index(s), 0, PRODUCT)[None, :]
+            own = warpgroup_mma_wait(0, deps=[own])
             if phase > 0:
                 s0, s1 = warpgroup_mma_wait(0, deps=[n0, n1])
             else:
                 s0 = warpgroup_mma_wait(0, deps=[n0])
             mbarrier.arrive(free.index(s), count=1)
+            y = y + own
+            if VALUE and HAS_INITIAL:
+                y = gl.where(here, y, 0.0)
+            results.permute((1, 0)).store(y.to(dtype))
+            mbarrier.arrive(hand.index(2), count=1)
             i += 1
     if HAS_FINAL:
         end_with(final, s0, s1, column, row, V, NK)
@@ -265,67 +274,34 @@ def scan_products(
 
 @gluon.jit
 def scan_results(
-    places, gate_places, row_places, full, free, states, written, results, hand, out, fresh, kept, chunks, low, first, second,
-    count, h, tile,
-    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NK: gl.constexpr, DELTA: gl.constexpr, HAS_P: gl.constexpr,
-    KEY: gl.constexpr, VALUE: gl.constexpr, ALIGN: gl.constexpr, HAS_INITIAL: gl.constexpr, SAVE: gl.constexpr,
-    dtype: gl.constexpr,
+    states, results, written, hand, out, fresh, kept, chunks, low, first, second, count, h, tile,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NK: gl.constexpr, DELTA: gl.constexpr, KEY: gl.constexpr,
+    VALUE: gl.constexpr, ALIGN: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
-    """The warps of `scan` that read: they make outputs, and store; what lies before the chunk that opens the columns is zero."""
-    EACH: gl.constexpr = (3 if HAS_P else 2) * NK + (3 if DELTA else 2)
-    REST: gl.constexpr = (3 if HAS_P else 2) * NK  # where v lies
+    """The storing warps of `scan`; what lies before the chunk that opens the columns is zero."""
     if VALUE:
         clear(out, chunks, low, first, h, tile, H, V)
-    zero = gl.zeros([C, C], gl.float32, PRODUCT)
     row = gl.load(chunks + first, mask=count > 0, other=0)
-    past = 0
-    for phase in gl.static_range(NK):
-        end = count
-        if phase < NK - 1:
-            end = second - first
-        for i in range(past, end):  # Triton 3.6 fails to compile `while` here
-            c = first + i
-            start, tokens, width = read_row(row)
-            row = gl.load(chunks + c + 1, mask=i + 1 < count, other=0)
-            width = width // ALIGN * ALIGN  # what the compiler may assume of it
-            keys = width if KEY else K
-            values = width if VALUE else V
-            slot = c.to(gl.int64) * H + h
-            s, turn = place_of(i)
-            tiles = s * EACH
-            mbarrier.wait(full.index(s), turn)
+    for i in range(count):
+        c = first + i
+        start, tokens, width = read_row(row)
+        row = gl.load(chunks + c + 1, mask=i + 1 < count, other=0)
+        width = width // ALIGN * ALIGN  # what the compiler may assume of it
+        keys = width if KEY else K
+        values = width if VALUE else V
+        slot = c.to(gl.int64) * H + h
+        if SAVE:
             mbarrier.wait(hand.index(0), i & 1)
-            fence_async_shared()
-            y = warpgroup_mma(states.index(0), places.index(tiles + NK).permute((1, 0)), zero, use_acc=False, is_async=True)
-            if phase > 0:
-                y = warpgroup_mma(states.index(1), places.index(tiles + NK + 1).permute((1, 0)), y, is_async=True)
-            if SAVE:
-                at = (slot * V + tile * C) * K
-                store_tile(kept, at, states.index(0), values - tile * C, keys, K)
-                if phase > 0:
-                    store_tile(kept, at + C, states.index(1), values - tile * C, keys - C, K)
-            y = warpgroup_mma_wait(0, deps=[y])
+            at = (slot * V + tile * C) * K
+            store_tile(kept, at, states.index(0), values - tile * C, keys, K)
+            if NK > 1 and c >= second:
+                store_tile(kept, at + C, states.index(1), values - tile * C, keys - C, K)
             mbarrier.arrive(hand.index(1), count=1)
-            y = y * gate(gate_places.index(s), 0, PRODUCT)[None, :]
-            if DELTA:
-                mbarrier.wait(hand.index(2), i & 1)
-                y = warpgroup_mma(written.index(0), places.index(tiles + REST + 1).permute((1, 0)), y, is_async=True)
-                if SAVE:
-                    store_tile(fresh, (slot * V + tile * C) * C, written.index(0), V - tile * C, C, C)
-            else:
-                at_v = places.index(tiles + REST).permute((1, 0))
-                y = warpgroup_mma(at_v, places.index(tiles + REST + 1).permute((1, 0)), y, is_async=True)
-            y = warpgroup_mma_wait(0, deps=[y])
-            if VALUE and HAS_INITIAL:
-                column = tile * C + gl.arange(0, C, gl.SliceLayout(1, PRODUCT))
-                here = (column < open_length(row_places.index(s), gl.SliceLayout(1, PRODUCT)))[:, None]
-                y = gl.where(here, y, 0.0)
-            if DELTA:
-                mbarrier.arrive(hand.index(3), count=1)
-            mbarrier.arrive(free.index(s), count=1)
-            results.permute((1, 0)).store(y.to(dtype))
-            store_tile(out, (start * H + h) * V + tile * C, results, tokens, V - tile * C, H * V)
-        past = end
+        mbarrier.wait(hand.index(2), i & 1)
+        if DELTA and SAVE:
+            store_tile(fresh, (slot * V + tile * C) * C, written, V - tile * C, C, C)
+        store_tile(out, (start * H + h) * V + tile * C, results, tokens, V - tile * C, H * V)
+        mbarrier.arrive(hand.index(3), count=1)
 
 
 @gluon.jit
@@ -350,22 +326,22 @@ def scan(
     """`scan` of forward.py: one document, one head, 64 value columns."""
     NK: gl.constexpr = K // C
     document, h, tile = lane_of(N, H, V // C, VALUE)
-    low, first, second, count = bounds(documents, document, tile, C, TILES, NK, KEY, VALUE)
+    low, first, second, count = bounds(documents, document, tile, TILES, NK, KEY, VALUE)
     dtype: gl.constexpr = v.dtype.element_ty
     places, gate_places, row_places = rooms(dtype, NK, DELTA, HAS_P)
-    kept = gl.allocate_shared_memory(dtype, [NK, C, C], SHARED)
-    written = gl.allocate_shared_memory(dtype, [1, C, C], SHARED)
+    kept = gl.allocate_shared_memory(dtype, [NK if SAVE else 1, C, C], SHARED)
+    written = gl.allocate_shared_memory(dtype, [C, C], SHARED)
     results = gl.allocate_shared_memory(dtype, [C, C], SHARED)
-    full, free, hand = barriers(2)
+    full, free, hand = barriers()
     where = (document * H + h).to(gl.int64) * K * V
     gl.warp_specialize(
         [
             (
                 scan_products,
                 (
-                    places, gate_places, row_places, full, free, kept, written, hand,
+                    places, gate_places, row_places, full, free, kept, results, written, hand,
                     initial + where if HAS_INITIAL else initial, final + where, first, second, count, tile,
-                    K, V, NK, DELTA, HAS_P, KEY, VALUE, HAS_INITIAL, HAS_FINAL, dtype,
+                    K, V, NK, DELTA, HAS_P, KEY, VALUE, SAVE, HAS_INITIAL, HAS_FINAL, dtype,
                 ),
             ),
             (
@@ -378,13 +354,13 @@ def scan(
             (
                 scan_results,
                 (
-                    places, gate_places, row_places, full, free, kept, written, results, hand, out, fresh, states, chunks, low,
-                    first, second, count, h, tile, H, K, V, NK, DELTA, HAS_P, KEY, VALUE, ALIGN, HAS_INITIAL, SAVE, dtype,
+                    kept, results, written, hand, out, fresh, states, chunks, low, first, second,
+                    count, h, tile, H, K, V, NK, DELTA, KEY, VALUE, ALIGN, SAVE,
                 ),
             ),
         ],
         [4, 4],
-        [72, 112],
+        [72, 72],
     )  # fmt: skip
 
 
@@ -430,10 +406,10 @@ def reverse_products(
             mbarrier.arrive(hand.index(0), count=1)
             asked = dy.load(LEFT).to(gl.float32) * gate(gate_places.index(s), 0, LEFT)[None, :]
             asked = asked.to(dtype)
-            factor = decay(gate_places.index(s), PRODUCT)
+            factor = decay(gate_places.index(s))
             if HAS_INITIAL and (KEY or VALUE):
-                s0 = settle(s0, column, row, row_places.index(s), factor, KEY, VALUE, PRODUCT)
-                s1 = settle(s1, column, row + C, row_places.index(s), factor, KEY, VALUE, PRODUCT)
+                s0 = settle(s0, column, row, row_places.index(s), factor, KEY, VALUE)
+                s1 = settle(s1, column, row + C, row_places.index(s), factor, KEY, VALUE)
             else:
                 s0 = s0 * factor
                 s1 = s1 * factor
@@ -507,12 +483,12 @@ def reverse(
     """`reverse` of backward.py: one document, one head, 64 value columns."""
     NK: gl.constexpr = K // C
     document, h, tile = lane_of(N, H, V // C, VALUE)
-    low, first, second, count = bounds(documents, document, tile, C, TILES, NK, KEY, VALUE)
+    low, first, second, count = bounds(documents, document, tile, TILES, NK, KEY, VALUE)
     dtype: gl.constexpr = do.dtype.element_ty
     places, gate_places, row_places = rooms(dtype, NK, DELTA, HAS_P)
     kept = gl.allocate_shared_memory(dtype, [NK, C, C], SHARED)
     results = gl.allocate_shared_memory(dtype, [C, C], SHARED)
-    full, free, hand = barriers(1)
+    full, free, hand = barriers()
     where = (document * H + h).to(gl.int64) * K * V
     gl.warp_specialize(
         [
