@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from proteus_lm import ActivationSchedule, ProteusConfig, ProteusForCausalLM
 from proteus_lm.attach import attach, detach
 from proteus_lm.attach.gate import Doorkeeper
+from proteus_lm.data.tokenizer import byte_tokenizer
+from proteus_lm.evals.language_model import LanguageModel
 from tests.attach.foreign import (
     MODELS,
     build,
@@ -284,6 +287,26 @@ def test_the_set_up_is_saved_with_the_model_and_restored(tmp_path):
         attach(loaded)
         assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert loaded.config.proteus == {"blocks": BLOCKS, "context": CONTEXT, "axis": "key", "norm_order": "mask_then_norm"}
+
+
+def test_the_project_s_own_loader_restores_the_gate(tmp_path):
+    model, ids = attach(build(), BLOCKS, CONTEXT), list(range(3, 33))
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    opened = LanguageModel.open(tmp_path)
+    mine = LanguageModel(model, opened.tokenizer)
+    scores = opened.rolling([ids], prefix=1)
+    assert scores == mine.rolling([ids], prefix=1)
+    assert scores != LanguageModel(detach(model), opened.tokenizer).rolling([ids], prefix=1)
+
+
+def test_a_gate_that_cannot_be_restored_stops_the_project_s_own_loader(tmp_path):
+    attach(build(), BLOCKS, CONTEXT).save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"proteus": {"blocks": 4}}))
+    with pytest.raises(ValueError, match=r"cannot be loaded: config\.proteus is .*must hold blocks, context, axis"):
+        LanguageModel.open(tmp_path)
 
 
 def test_detaching_restores_every_bit_and_forgets_the_set_up(tmp_path):

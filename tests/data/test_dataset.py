@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 
+from proteus_lm.data import dataset
 from proteus_lm.data.dataset import TokenDataset
 from proteus_lm.data.prepare import prepare
+from proteus_lm.data.shards import Manifest
 from proteus_lm.data.tokenizer import load_tokenizer
 
 TEXTS = [chr(97 + i) * (1 + 7 * i) for i in range(20)]
@@ -57,7 +59,8 @@ def test_places_outside_the_stream_are_an_error(folder):
             data.read(start, stop)
 
 
-def test_an_id_outside_the_vocabulary_names_its_shard(folder):
+def test_an_id_outside_the_vocabulary_names_its_shard_where_content_was_not_compared(folder, monkeypatch):
+    monkeypatch.setattr(dataset, "COMPARED", 0)
     shard = folder / "train" / "shard-00001.bin"
     data = bytearray(shard.read_bytes())
     data[6:8] = (300).to_bytes(2, "little")
@@ -89,19 +92,45 @@ def test_a_missing_shard_is_an_error_at_open(folder):
         TokenDataset(folder)
 
 
-def test_verify_finds_one_changed_bit(folder):
-    data = TokenDataset(folder)
-    data.verify()
-    path = folder / "train" / "shard-00001.bin"
+def flip(path: Path) -> None:
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+@pytest.mark.parametrize("name", ["shard-00001.bin", "shard-00001.idx"])
+def test_one_changed_bit_is_an_error_at_open_that_names_the_file(folder, name):
+    TokenDataset(folder).verify()
+    flip(folder / "train" / name)
+    with pytest.raises(ValueError, match=rf"{name} is damaged: its SHA-256 is not the manifest's\. Copy it again or prepare"):
+        TokenDataset(folder)
+
+
+def test_of_a_large_split_only_sizes_are_compared_which_is_said_and_verify_compares_all(folder, monkeypatch, caplog):
+    TokenDataset(folder)
+    assert not caplog.records
+    flip(folder / "train" / "shard-00001.bin")
+    monkeypatch.setattr(dataset, "COMPARED", Manifest.read(folder).size("train") - 1)
+    data = TokenDataset(folder)
+    (record,) = caplog.records
+    assert "the train split of" in record.message and "only the sizes of its files were compared" in record.message
     with pytest.raises(ValueError, match=r"shard-00001\.bin is damaged"):
-        TokenDataset(folder).verify()
+        data.verify()
 
 
-def test_a_damaged_index_is_an_error_at_open(folder):
+def test_opening_a_split_reads_no_other(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    prepare(rows, "byte", tmp_path / "out", validation_fraction=0.3, progress=False)
+    flip(tmp_path / "out" / "train" / "shard-00000.bin")
+    data = TokenDataset(tmp_path / "out", "validation")
+    with pytest.raises(ValueError, match=r"train/shard-00000\.bin is damaged"):
+        data.verify()
+
+
+def test_a_damaged_index_is_an_error_at_open_where_content_was_not_compared(folder, monkeypatch):
+    monkeypatch.setattr(dataset, "COMPARED", 0)
     path = folder / "train" / "shard-00000.idx"
     path.write_bytes(path.read_bytes()[8:] + bytes(8))
-    with pytest.raises(ValueError, match=r"shard-00000\.idx is damaged"):
+    with pytest.raises(ValueError, match=r"shard-00000\.idx is damaged: document starts must rise"):
         TokenDataset(folder)
 
 

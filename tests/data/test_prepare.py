@@ -128,6 +128,28 @@ def test_the_same_call_uses_what_is_there(tmp_path, rows, capsys):
     assert "holds the result of this call already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_same_call_names_a_changed_shard_and_overwrite_mends_it(tmp_path, rows, monkeypatch, split):
+    monkeypatch.setattr("proteus_lm.data.dataset.COMPARED", 0)  # whatever the size
+    out = tmp_path / "out"
+    prepare(rows, "byte", out, **OPTIONS)
+    before, shard = content(out), out / split / "shard-00000.bin"
+    shard.write_bytes(b"A\0" * 20 + shard.read_bytes()[40:])
+    with pytest.raises(ValueError, match=rf"{split}/shard-00000\.bin is damaged: its SHA-256 is not the manifest's.*overwrite"):
+        prepare(rows, "byte", out, **OPTIONS)
+    prepare(rows, "byte", out, overwrite=True, **OPTIONS)
+    assert content(out) == before
+
+
+def test_a_shard_changed_after_an_interruption_is_made_again(tmp_path, rows):
+    assert prepare_in_fork(rows, tmp_path / "out", 1, ("rename",)) == -signal.SIGKILL
+    shard = tmp_path / ".out.partial" / "train" / "shard-00000.bin"
+    shard.write_bytes(b"A\0" * 20 + shard.read_bytes()[40:])
+    prepare(rows, "byte", tmp_path / "out", **OPTIONS)
+    prepare(rows, "byte", tmp_path / "fresh", **OPTIONS)
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -32,6 +32,19 @@ def trained(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory) -> Path:
+    """A byte-level BPE with merges, as of GPT-2."""
+    built = tokenizers.Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>", "</s>"], initial_alphabet=alphabet)
+    built.train_from_iterator(["low lower lowest new newer <|endoftext|>"] * 9, trainer)
+    path = tmp_path_factory.mktemp("byte-level") / "tokenizer.json"
+    built.save(str(path))
+    return path
+
+
 @given(st.text())
 def test_byte_ids_are_the_utf8_bytes_and_decode_to_the_same_text(text):
     tokenizer = byte_tokenizer()
@@ -73,6 +86,18 @@ def test_a_saved_tokenizer_is_the_same_one_here_and_in_transformers(tmp_path, tr
         batch = auto([text, text[:1]], padding=True)  # as a user pads prompts to generate from: on the left
         assert batch.attention_mask[1][-1] == 1 and batch.attention_mask[1][0] == 0
         assert sorted(path.name for path in folder.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_special_tokens_written_in_a_text_are_text_in_transformers_too(tmp_path, trained, byte_level):
+    text = "a <|endoftext|> low</s> <pad> <unk> b</s>"
+    for spec in ("byte", trained, byte_level):
+        tokenizer, folder = load_tokenizer(spec), tmp_path / "saved"
+        tokenizer.save(folder)
+        wanted, auto = tokenizer.encode(text).tolist(), AutoTokenizer.from_pretrained(folder)
+        assert auto.encode(text) == auto(text).input_ids == auto([text, text]).input_ids[1] == wanted
+        auto.save_pretrained(folder)
+        assert AutoTokenizer.from_pretrained(folder).encode(text) == wanted
+        assert auto.encode(text, split_special_tokens=False) != wanted  # on demand they are what their name says
 
 
 def test_nothing_is_cut_padded_or_added_whatever_the_file_says(trained):

@@ -327,7 +327,8 @@ def test_texts_encoded_together_are_those_of_the_harness_one_by_one(bytes_of):
     stub = Records(bytes_of, True)
     HarnessModel(stub).loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
     ids = lambda text: list(bytes_of.encode(text))  # noqa: E731
-    wanted = [(ids("a question"), ids(" an answer")), (ids(prefix), ids("alone")), (ids(prefix + "begun"), ids(" rest"))]
+    wanted = [(ids("a question"), ids(" an answer")), ([bytes_of.eos_token_id], ids("alone"))]
+    wanted += [(ids(prefix + "begun"), ids(" rest"))]
     wanted += [(ids("two"), ids("  \n x")), (ids("same"), ids(" y")), (ids("same"), ids(" z"))]
     assert stub.seen == wanted
 

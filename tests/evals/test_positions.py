@@ -6,14 +6,16 @@ import math
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
+from proteus_lm.data.dataset import TokenDataset
 from proteus_lm.data.prepare import prepare
 from proteus_lm.data.tokenizer import byte_tokenizer
 from proteus_lm.evals import compare
 from proteus_lm.evals.language_model import LanguageModel
 from proteus_lm.evals.perplexity import PerplexityResult, evaluate
-from proteus_lm.evals.positions import LONG_TEXTS, octave_edges, paired_raw, perplexity_by_position
+from proteus_lm.evals.positions import LONG_TEXTS, load_documents, octave_edges, paired_raw, perplexity_by_position
 from proteus_lm.evals.suite import SUITES, SuiteOptions, SuiteResult
 from proteus_lm.evals.windows import choose_windows
 
@@ -94,6 +96,50 @@ def test_a_prepared_folder_is_read_with_the_models_own_tokenizer(tokenizer, tmp_
     result = perplexity_by_position(ours(tokenizer), SuiteOptions(data=tmp_path / "data"))
     assert result.scores[0].data.endswith("(validation)")
     assert result.scores[0].value > 1
+
+
+WORDS = ["low", "lower", "lowest", "new", "newer"]
+
+
+def word_tokenizer(folder):
+    """A tokenizer whose text of ids gives other ids again: it forgets the spaces."""
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "</s>"])
+    built.train_from_iterator([" ".join(WORDS)] * 9, trainer)
+    folder.mkdir()
+    built.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("kind", ["byte", "words"])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_the_ids_of_a_prepared_folder_are_read_as_they_are_by_a_model_of_its_tokenizer(kind, limit, tmp_path):
+    from transformers import AutoTokenizer
+
+    rows = [{"text": f"{i} low <|endoftext|> lower</s> newest " * (i + 2)} for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    spec = "byte" if kind == "byte" else word_tokenizer(tmp_path / "words")
+    prepare(tmp_path / "rows.jsonl", spec, tmp_path / "data", validation_fraction=0.5, progress=False)
+    dataset = TokenDataset(tmp_path / "data", "validation")
+    dataset.tokenizer.save(tmp_path / "model")
+    lm = ours(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    documents, _ = load_documents(lm, SuiteOptions(data=tmp_path / "data", limit=limit))
+    assert documents.documents == (limit or dataset.documents) > 1
+    assert all((documents.document(i) == dataset.document(i)).all() for i in range(documents.documents))
+    assert documents.bytes / documents.tokens == pytest.approx(dataset.bytes / dataset.tokens, rel=1e-2)  # whole bytes
+
+
+def test_a_special_token_written_in_a_text_is_text_to_a_model_of_another_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    (tmp_path / LONG_TEXTS).write_bytes(gzip.compress(json.dumps({"text": "a <|endoftext|> b"}).encode()))
+    byte_tokenizer().save(tmp_path / "model")
+    config = json.loads((tmp_path / "model/tokenizer_config.json").read_text())
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(config | {"split_special_tokens": False}))
+    lm = ours(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    documents, _ = load_documents(lm, SuiteOptions(data=tmp_path))
+    assert documents.document(0).tolist() == [*b"a <|endoftext|> b", 256]
 
 
 def test_without_documents_it_is_not_run_and_says_what_to_give(tokenizer, tmp_path):

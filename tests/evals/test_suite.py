@@ -81,6 +81,40 @@ def test_a_score_is_found_by_task_and_metric():
         RESULT.score("piqa", "f1")
 
 
+def scored(*counts, task="a"):
+    """One score for each length, of so many samples; None is one that was not run."""
+    scores = [
+        Score.not_run(task, str(i), f"no {i}") if n is None else Score(task, str(i), 50.0, None, n, 0, "1", "d")
+        for i, n in enumerate(counts)
+    ]
+    return SuiteResult("table2", "m", "c", tuple(scores))
+
+
+def test_what_a_result_would_lose_by_another_is_what_the_other_lacks_or_has_of_fewer_samples():
+    assert scored(5, 5).more_than(scored(5, 5)) == ()
+    assert scored(5, None).more_than(scored(6, 1, 1)) == ()
+    assert scored(5, 1200).more_than(scored(5, 2)) == ("a 1: 1,200 samples, not 2",)
+    assert scored(5, 5).more_than(scored(None, 5)) == ("a 0: 5 samples, not 0",)
+    assert scored(5).more_than(scored(5, task="b")) == ("a 0: 5 samples, not 0",)
+
+
+def test_perplexity_by_position_is_compared_by_its_whole_as_its_stretches_follow_the_length():
+    short, long = (
+        SuiteResult("fig4", "m", "c", (*scored(count, task="all").scores, *scored(count, task=stretch).scores))
+        for count, stretch in ((300, "256-299"), (900, "256-511"))
+    )
+    assert short.more_than(long) == ()
+    assert long.more_than(short) == ("all 0: 900 samples, not 300",)
+
+
+def test_where_no_score_has_a_value_each_reason_is_given_once():
+    assert scored(None, 3).why_nothing_ran() is None
+    assert scored(None, None).why_nothing_ran() == "a 0: no 0; a 1: no 1"
+    assert scored(*[None] * 5).why_nothing_ran() == "a 0: no 0; a 1: no 1; a 2: no 2; and 2 more"
+    both = SuiteResult("fig2", "m", "c", tuple(Score.not_run("swde", length, "no file") for length in ("512", "1024")))
+    assert both.why_nothing_ran() == "swde 512, swde 1024: no file"
+
+
 def test_a_score_that_was_not_run_has_no_value_and_a_reason():
     score = RESULT.scores[2]
     assert (score.value, score.stderr, score.count, score.truncated, score.note) == (None, None, 0, 0, "no file")

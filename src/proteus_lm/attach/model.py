@@ -64,7 +64,7 @@ def detach(model: Model) -> Model:
     """
     _check_not_compiled(model)
     gated = [module for module in model.modules() if hasattr(module, _GATE)]
-    saved = _saved(model)
+    saved = saved_setup(model)
     if not gated and saved is None:
         raise ValueError("this model has no gate and no saved set-up (config.proteus); there is nothing to detach")
     for module in gated:
@@ -75,13 +75,14 @@ def detach(model: Model) -> Model:
     return model
 
 
-def _saved(model: Any) -> dict[str, Any] | None:
+def saved_setup(model: Any) -> dict[str, Any] | None:
+    """The set-up that `attach` left in a model's config, in place or to be restored; None where there is none."""
     return getattr(getattr(model, "config", None), _FIELD, None)
 
 
 def _setup(model: nn.Module, blocks: int | None, context: int | None, axis: str, norm_order: str) -> dict[str, Any]:
     """The set-up to put in place, checked against the one saved with the model."""
-    saved = _saved(model)
+    saved = saved_setup(model)
     if blocks is None and context is None:
         if saved is None:
             raise ValueError("the model's config holds no set-up to restore (config.proteus); give attach(model, blocks, context)")

@@ -29,7 +29,8 @@ def prepare(
 ) -> None:
     """Turn text into token shards to train on.
 
-    Interrupted work goes on where it stopped when the same command is given again; finished work is used as it is.
+    Interrupted work goes on where it stopped when the same command is given again; finished work is
+    compared with its SHA-256 and used as it is.
     Example: proteus prepare --source pydoc --tokenizer byte --out runs/demo/data
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,15 @@ import numpy as np
 from proteus_lm.data.shards import Manifest, Shard
 from proteus_lm.data.tokenizer import Tokenizer, load_tokenizer
 
+COMPARED = 2 << 30
+"""Bytes of a split up to which opening it compares its content with the manifest: some seconds at most."""
+
 
 class TokenDataset:
     """One split of a folder made by `prepare`. Shards are memory-mapped when they are first read.
+
+    Opening compares the size of every file with the manifest and, in a split of up to `COMPARED` bytes, its SHA-256; that the
+    content of a larger one was not compared is said, and `verify` does it.
 
     The stream of a split is all its documents one after the other, each with its end token.
 
@@ -21,7 +28,7 @@ class TokenDataset:
 
     Raises:
         FileNotFoundError: if the folder is not prepared data.
-        ValueError: for a split that is not there, or a file whose size is not the manifest's (cut short, missing).
+        ValueError: for a split that is not there, or a file that is not the manifest's (missing, cut short, changed).
     """
 
     def __init__(self, path: str | Path, split: str = "train") -> None:
@@ -29,7 +36,7 @@ class TokenDataset:
         if split not in self.manifest.splits:
             has = ", ".join(self.manifest.splits)
             raise ValueError(f"{path} has no split {split!r} (it has: {has}); prepare it with a validation_fraction above 0")
-        self.manifest.check_sizes()
+        self._compare()
         self._shards = self.manifest.splits[split].shards
         firsts = np.cumsum([0, *(shard.tokens for shard in self._shards)])
         self._firsts: np.ndarray = firsts  # place in the stream where each shard begins, and the end
@@ -37,6 +44,17 @@ class TokenDataset:
         parts = [first + index[:-1] for first, index in zip(firsts, indices)]
         self._bounds = np.concatenate([*parts, firsts[-1:]]).astype(np.int64)
         self._maps: dict[int, np.ndarray] = {}
+
+    def _compare(self) -> None:
+        size = self.manifest.size(self.split)
+        if size <= COMPARED:
+            self.manifest.verify(self.split)
+            return
+        self.manifest.check_sizes()
+        logging.getLogger(__name__).warning(
+            f"the {self.split} split of {self.path} holds {size / 2**30:.1f} GiB: only the sizes of its files were compared with "
+            "its manifest; the same proteus prepare again, or TokenDataset.verify(), compares their content"
+        )
 
     def _index(self, shard: Shard) -> np.ndarray:
         """Where documents start in a shard, int64 (documents + 1)."""
@@ -141,7 +159,7 @@ class TokenDataset:
             )
 
     def verify(self) -> None:
-        """Read every shard and compare its SHA-256 with the manifest.
+        """Compare the SHA-256 of every shard of every split with the manifest, whatever its size.
 
         Raises:
             ValueError: naming the first file that differs.

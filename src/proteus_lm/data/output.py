@@ -39,7 +39,7 @@ class Output:
 
         Raises:
             FileExistsError: if `out` holds something else: other files, or data prepared in another way.
-            ValueError: if a shard there is missing or cut short, or its manifest cannot be read.
+            ValueError: if a shard there is missing, cut short or changed, or its manifest cannot be read.
         """
         self._mend()
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
@@ -53,7 +53,8 @@ class Output:
         if differences:
             what = "; ".join(differences)
             raise FileExistsError(f"{self.out} was prepared in another way: {what}. Use --overwrite, or another folder")
-        found.check_sizes()
+        self._say(f"comparing the files of {self.out} with their SHA-256")
+        found.verify()
         return found
 
     def _mend(self) -> None:
@@ -110,7 +111,7 @@ class Output:
             with suppress(ValueError, FileNotFoundError):
                 found = Manifest.read(self.partial, name)
                 if not _differences(replace(found, source=self._plan.source), self._plan):
-                    found.check_sizes()
+                    found.verify()
                     self._splits = self._usable(found)
                     break
         shards = ((self.partial / name, shard) for name, split in self._splits.items() for shard in split.shards)

@@ -52,7 +52,7 @@ def prepare(
     Args:
         source: "pydoc", a text file, a folder, JSON lines (plain, .gz, .xz, .zst), Parquet, or the name of a data set on the hub.
         tokenizer: "byte", a tokenizer.json, a folder, a name on the hub, or a Tokenizer.
-        out: the folder to make. If it holds the result of the same call already, that is used.
+        out: the folder to make. If it holds the result of the same call already, that is compared with its SHA-256 and used.
         field: which field of a row is the text.
         separator: cuts text files into documents; without it a text file is one document.
         errors: "strict", or "replace" to put U+FFFD for bytes that are not UTF-8.
@@ -73,7 +73,8 @@ def prepare(
     Raises:
         FileNotFoundError: for a source or tokenizer that is not there.
         FileExistsError: if `out` holds something else; what differs is named.
-        ValueError: for options outside their range, text that cannot be read, a split without documents, ids too large.
+        ValueError: for options outside their range, text that cannot be read, a split without documents, ids too large; for
+            files of an earlier result that are not as they were written.
         OSError: if the disk takes no more; `out` is then as it was before.
         RuntimeError: if a worker process dies.
     """

@@ -42,7 +42,7 @@ def damage(folder: Path, record: str, *, contents: bool = False) -> str | None:
     for name, digest in digests.items() if contents else ():
         path = folder / name
         try:
-            found = _sha256(path, path.stat().st_mtime_ns, path.stat().st_size)
+            found = sha256_once(path)
         except OSError as error:
             return f"{name} is not readable ({error})"
         if found != digest:
@@ -50,7 +50,11 @@ def damage(folder: Path, record: str, *, contents: bool = False) -> str | None:
     return None
 
 
+def sha256_once(path: Path) -> str:
+    """SHA-256 (hex) of a file's content, read again by this process only when its time or size has changed since."""
+    return _sha256(path.absolute(), path.stat().st_mtime_ns, path.stat().st_size)
+
+
 @lru_cache(maxsize=1024)
 def _sha256(path: Path, _modified: int, _size: int) -> str:
-    """SHA-256 of a file, read again only when it was changed since."""
     return file_sha256(path)

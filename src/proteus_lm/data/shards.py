@@ -20,7 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from proteus_lm.data.files import file_sha256, write_whole, writing
+from proteus_lm.data.files import write_whole, writing
+from proteus_lm.data.record import sha256_once
 
 FORMAT, VERSION = "proteus-tokens", 1
 SPLITS = ("train", "validation")
@@ -142,20 +143,25 @@ class Manifest:
                 state = "is missing" if found is None else f"holds {found} bytes"
                 raise ValueError(f"{path} {state}; its manifest says {size} bytes. Copy it again or prepare with overwrite")
 
-    def verify(self) -> None:
-        """Compare the SHA-256 of every file with the manifest (reads everything).
+    def verify(self, split: str | None = None) -> None:
+        """Compare the SHA-256 of every file, or of those of one split, with the manifest (reads them), and the sizes of all.
 
         Raises:
             ValueError: naming the first file that differs.
         """
         self.check_sizes()
-        for path, _, digest in self._files():
-            if file_sha256(path) != digest:
+        for path, _, digest in self._files(split):
+            if sha256_once(path) != digest:
                 raise ValueError(f"{path} is damaged: its SHA-256 is not the manifest's. Copy it again or prepare with overwrite")
 
-    def _files(self) -> Iterator[tuple[Path, int, str]]:
-        for name, split in self.splits.items():
-            for shard in split.shards:
+    def size(self, split: str) -> int:
+        """Bytes of the files of a split."""
+        return sum(size for _, size, _ in self._files(split))
+
+    def _files(self, split: str | None = None) -> Iterator[tuple[Path, int, str]]:
+        """(path, size in bytes, SHA-256) of every file, or of those of one split."""
+        for name in self.splits if split is None else (split,):
+            for shard in self.splits[name].shards:
                 yield from shard.files(self.folder / name, self.token_dtype)
 
 

@@ -102,7 +102,8 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json: `AutoTokenizer.from_pretrained(folder)` gives the same ids.
 
-        Padding goes to the left there: a batch of unequal prompts can go on from its last column.
+        There too special tokens written out in a text are text, unless a call says `split_special_tokens=False`. Padding goes to
+        the left: a batch of unequal prompts can go on from its last column.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,6 +113,7 @@ class Tokenizer:
             "eos_token": self.eos,
             "pad_token": self.eos,
             "padding_side": "left",
+            "split_special_tokens": True,
         }
         write_json(folder / "tokenizer_config.json", config | self.special | {"clean_up_tokenization_spaces": False})
 

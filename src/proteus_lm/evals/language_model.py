@@ -3,12 +3,15 @@
 Sequences are read in pieces of `chunk` tokens with the model's cache carried from piece to piece: a long one costs time and, where
 the memory has a fixed size, no more space. Scored sequences are padded on the right, where a causal model cannot see it;
 prompts to go on from are padded on the left where the model was seen to take that exactly, and batched by equal length where not.
-So neither padding, nor the batch size, nor `chunk` changes a score. Nothing is cut unless that was allowed, and then it is counted.
+A model of another package that was seen to be wrong in a batch or with its cache (`abilities`) is read one row at a time, or whole,
+and that is said. So neither padding, nor the batch size, nor `chunk` changes a score. Nothing is cut unless that was allowed, and
+then it is counted.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -53,6 +56,7 @@ class LanguageModel:
             packages often name a limit there that they do not have).
 
     Attributes:
+        checkpoint: step and SHA-256 of the trainer.json of the checkpoint it was opened from; None for a model that is none.
         truncated: sequences cut so far.
         windowed: documents of `rolling` so far that were longer than `max_length` and so read in windows.
 
@@ -80,6 +84,7 @@ class LanguageModel:
             raise ValueError(f"the tokenizer of {name} names no end token; set eos_token in its tokenizer_config.json")
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.chunk, self.allow_truncation = chunk, allow_truncation
+        self.checkpoint: dict[str, Any] | None = None
         self.truncated = self.windowed = 0
         self._given_length = max_length
         self.batch_size = batch_size or self._usual_rows()
@@ -110,10 +115,12 @@ class LanguageModel:
             FileNotFoundError: when there is neither such a folder nor such a name on a hub that can be reached.
             ValueError: for a folder whose weights or tokenizer do not load, or a `step` of something that is no run.
         """
-        model, tokenizer, name = load(run_or_path_or_hub_name, step, dtype)
+        model, tokenizer, name, checkpoint = load(run_or_path_or_hub_name, step, dtype)
         model = model.to(device).eval()
         options: dict[str, Any] = {"batch_size": batch_size, "chunk": chunk, "max_length": max_length}
-        return cls(model, tokenizer, name=name, allow_truncation=allow_truncation, **options)
+        opened = cls(model, tokenizer, name=name, allow_truncation=allow_truncation, **options)
+        opened.checkpoint = checkpoint
+        return opened
 
     # What it is.
 
@@ -149,6 +156,11 @@ class LanguageModel:
         """A decoding step of a GPU costs its launches: the more rows share it, the better, while there is room for their states."""
         fixed = self.is_ours and not any(block.mixer.growing for block in self.model.layers)
         return 128 if fixed and self.device.type == "cuda" else 8
+
+    @property
+    def rows(self) -> int:
+        """Sequences read at once: `batch_size`, or 1 where the model was seen to mix the rows of a batch."""
+        return self.batch_size if self.batch_size == 1 or self._abilities.rows else 1
 
     @property
     def eos_id(self) -> int:
@@ -256,7 +268,7 @@ class LanguageModel:
         """Batches of items sorted by length, longest first; what is padded is no longer than what is read, but for short items."""
         batch: list[T] = []
         for item in items:
-            if batch and (len(batch) == self.batch_size or 2 * length(item) + _SHORT < length(batch[0])):
+            if batch and (len(batch) == self.rows or 2 * length(item) + _SHORT < length(batch[0])):
                 yield batch
                 batch = []
             batch.append(item)
@@ -358,8 +370,17 @@ class LanguageModel:
 
     @cached_property
     def _abilities(self) -> Abilities:
-        """What the model does exactly: ours by contract, others as seen on a few tokens."""
-        return Abilities(True, True, True) if self.is_ours else probe(self._forward, self.vocab_size, self.device)
+        """What the model does exactly: ours by contract, others as seen on a few tokens; what that costs is said."""
+        if self.is_ours:
+            return Abilities(True, True, True, True)
+        with evaluation_mode(self.model):
+            found = probe(self._forward, self.vocab_size, self.device, self.chunk, self.model)
+        if found.cost() is not None:
+            logging.getLogger(__name__).warning(
+                f"{self.name} does not give the same logits in batches, in pieces or padded as alone and whole (tried on a few "
+                f"tokens); for the right scores it reads {found.cost()}, which is slower"
+            )
+        return found
 
     # Writing.
 
@@ -412,7 +433,7 @@ class LanguageModel:
         for a in range(0, width, size):
             b = min(a + size, width)
             mask = None if padding is None or (self.is_ours and a >= free) else padding[:, :b]
-            logits, cache = self._forward(tokens[:, a:b], cache, 1, mask=mask)
+            logits, cache = self._forward(tokens[:, a:b], cache, 1, carry=b < width or self._abilities.steps, mask=mask)
         return logits, cache
 
     def _ended(self, written: list[int], stop: tuple[str, ...], *, last: bool) -> str | None:

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from proteus_lm.attach import attach
+from proteus_lm.attach.model import saved_setup
 from proteus_lm.config import ProteusConfig
+from proteus_lm.data.files import file_sha256
 from proteus_lm.data.record import damage
 from proteus_lm.evals.hub import MissingData, require_hub
 
 CONFIG, CHECKPOINTS, TRAINER = "config.json", "checkpoints", "trainer.json"
 
 
-def load(source: str | Path, step: int | None, dtype: torch.dtype | None) -> tuple[Any, Any, str]:
-    """The model (on the CPU), its tokenizer and its name; arguments and errors as `LanguageModel.open`."""
+Loaded = tuple[Any, Any, str, dict[str, Any] | None]
+
+
+def load(source: str | Path, step: int | None, dtype: torch.dtype | None) -> Loaded:
+    """The model (on the CPU), its tokenizer, its name and `LanguageModel.checkpoint`; arguments, errors as `LanguageModel.open`."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if step is not None:
             raise ValueError(f"step {step} of {source}, which is no run folder here; leave the step out")
-        return *_from_hub(str(source), dtype), str(source)
+        return *_from_hub(str(source), dtype), str(source), None
     checkpoint = _checkpoint(folder, step)
     wrong = damage(checkpoint, TRAINER, contents=True) if (checkpoint / TRAINER).is_file() else None
     if wrong is not None:
         raise ValueError(f"checkpoint {checkpoint} is damaged: {wrong}; use another step of its run, or copy this one again")
     try:
-        return *_pretrained(checkpoint, dtype, local_files_only=True), _name(folder, checkpoint)
+        return *_pretrained(checkpoint, dtype, local_files_only=True), _name(folder, checkpoint), _about(checkpoint)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ValueError(f"the model or tokenizer in {checkpoint} cannot be loaded: {error}") from error
 
@@ -53,6 +60,16 @@ def _name(folder: Path, checkpoint: Path) -> str:
     return str(folder) if folder == checkpoint else f"{folder} ({checkpoint.name})"
 
 
+def _about(checkpoint: Path) -> dict[str, Any] | None:
+    """What tells one checkpoint of ours from another; None for a model that training did not save.
+
+    Its trainer.json holds recipe, data and the SHA-256 of its other files: that file's own stands for all.
+    """
+    record = checkpoint / TRAINER
+    step = json.loads(record.read_text(encoding="utf-8")).get("step") if record.is_file() else None
+    return None if step is None else {"step": step, "sha256": file_sha256(record)}
+
+
 def _from_hub(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """Of a name on the hub: from the local cache when it is there, else asked for."""
     try:
@@ -70,10 +87,11 @@ def _from_hub(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
 
 
 def _pretrained(source: str | Path, dtype: torch.dtype | None, *, local_files_only: bool) -> tuple[Any, Any]:
-    """The model in evaluation mode and its tokenizer.
+    """The model in evaluation mode, gated as its configuration says (`proteus_lm.attach`), and its tokenizer.
 
     Raises:
-        ValueError: when the weights are not those of the configuration: transformers would fill in random ones and go on.
+        ValueError: when the weights are not those of the configuration: transformers would fill in random ones and go on; or the
+            set-up of a gate there cannot be restored.
     """
     config = AutoConfig.from_pretrained(source, local_files_only=local_files_only)
     precision = dtype or (torch.float32 if isinstance(config, ProteusConfig) else "auto")
@@ -88,4 +106,6 @@ def _pretrained(source: str | Path, dtype: torch.dtype | None, *, local_files_on
             raise ValueError(
                 f"its weights are not those of its {CONFIG}: {len(names)} {kind.replace('_', ' ')}, such as {names[0]}"
             )
+    if saved_setup(model) is not None:  # transformers restores none
+        attach(model)
     return model.eval(), AutoTokenizer.from_pretrained(source, local_files_only=local_files_only)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from proteus_lm.data.dataset import TokenDataset
 from proteus_lm.data.sources import open_source
+from proteus_lm.data.tokenizer import Tokenizer
 from proteus_lm.evals.perplexity import PerplexityResult, evaluate
 from proteus_lm.evals.statistics import Estimate
-from proteus_lm.evals.suite import MissingData, Score, SuiteResult
+from proteus_lm.evals.suite import WHOLE, MissingData, Score, SuiteResult
 
 if TYPE_CHECKING:
     from proteus_lm.evals.language_model import LanguageModel
     from proteus_lm.evals.suite import SuiteOptions
 
-SUITE, ALL, METRIC, VERSION = "fig4", "all", "perplexity", "1"
+SUITE, ALL, METRIC, VERSION = "fig4", WHOLE, "perplexity", "1"
 LONGEST = 32768
 """Positions the paper shows."""
 LONG_TEXTS = "public_domain_essays.jsonl.gz"
@@ -63,9 +64,10 @@ def octave_edges(longest: int, first: int = 1024, parts: int = 4) -> tuple[int, 
 def perplexity_by_position(model: LanguageModel, options: SuiteOptions) -> SuiteResult:
     """Loss of a model at each position of whole documents, its state carried from each document's start.
 
-    Documents are those of a prepared folder's validation split or the texts of the evaluation files' folder (`LONG_TEXTS`),
-    tokenized by the model's own tokenizer; `options.limit` takes the first so many, the largest of `options.lengths` (32K without)
-    is where reading stops. Errors are over documents. `extra["raw"]` is `PerplexityResult.to_raw()`, for paired comparison.
+    Documents are those of a prepared folder's validation split or the texts of the evaluation files' folder (`LONG_TEXTS`): the
+    ids as they are where the model's own tokenizer made them, else their text tokenized by it. `options.limit` takes the first so
+    many, the largest of `options.lengths` (32K without) is where reading stops. Errors are over documents. `extra["raw"]` is
+    `PerplexityResult.to_raw()`, for paired comparison.
 
     Raises:
         ValueError: for documents longer than the model's position limit, unless truncation is allowed (and counted); for a task
@@ -90,7 +92,7 @@ def perplexity_by_position(model: LanguageModel, options: SuiteOptions) -> Suite
         model.model,
         documents,
         context=None,
-        batch_size=model.batch_size,
+        batch_size=model.rows,
         edges=octave_edges(longest),
         longest=longest,
         bytes_per_token=documents.bytes / documents.tokens,
@@ -121,6 +123,10 @@ def load_documents(model: LanguageModel, options: SuiteOptions) -> tuple[TextDoc
     if (folder / "manifest.json").is_file() and (folder / "tokenizer.json").is_file():
         dataset = TokenDataset(folder, "validation")
         tokenizer = dataset.tokenizer
+        if _made_with(model.tokenizer, dataset):  # text and back would not give the same ids with every tokenizer
+            rows = [dataset.document(i) for i in range(dataset.documents)[: options.limit]]
+            share = sum(map(len, rows)) / dataset.tokens
+            return TextDocuments(rows, round(dataset.bytes * share)), f"{folder} (validation)"
         texts = (tokenizer.decode(dataset.document(i)[:-1]) for i in range(dataset.documents))
         source = f"{folder} (validation)"
     elif (folder / LONG_TEXTS).is_file():
@@ -130,12 +136,21 @@ def load_documents(model: LanguageModel, options: SuiteOptions) -> tuple[TextDoc
         raise MissingData(f"{folder} holds no long documents; {remedy}")
     rows, size = [], 0
     for text in _first(texts, options.limit):
-        ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        # As in prepared data: a special token written out in a text is text.
+        ids = model.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         rows.append(np.array([*ids, model.eos_id], dtype=np.int64))  # pyright: ignore[reportGeneralTypeIssues]
         size += len(text.encode())
     if not size:
         raise ValueError(f"{source} holds no text; {remedy}")
     return TextDocuments(rows, size), source
+
+
+def _made_with(tokenizer: Any, dataset: TokenDataset) -> bool:
+    """Whether a transformers tokenizer is the one that made a prepared folder."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    return Tokenizer(backend.to_str(), tokenizer.eos_token, tokenizer.name_or_path).hash == dataset.manifest.tokenizer["hash"]
 
 
 def _first(texts: Iterator[str], limit: int | None) -> Iterator[str]:

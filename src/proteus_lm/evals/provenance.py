@@ -38,13 +38,14 @@ def model_config(model: Any) -> dict[str, Any]:
 
 
 def with_provenance(result: SuiteResult, model: LanguageModel, options: SuiteOptions) -> SuiteResult:
-    """The result with `extra["provenance"]`: versions, device, weights' type, the model's configuration, the suite's options."""
+    """The result with `extra["provenance"]`: versions, device, weights' type, checkpoint, configuration, the suite's options."""
     parameters = list(model.model.parameters())
     about = {
         "versions": versions(),
         "device": device_name(parameters[0].device),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "parameters": sum(p.numel() for p in parameters),
+        **({} if model.checkpoint is None else {"checkpoint": model.checkpoint}),
         "config": model_config(model.model),
         **({"unlock_positions": unlock_positions(model.model.schedule)} if model.is_ours else {}),  # stretched where the user asked
         "options": _plain(asdict(options)),

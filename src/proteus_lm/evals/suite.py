@@ -19,7 +19,10 @@ from proteus_lm.evals.hub import MissingData, require_hub
 if TYPE_CHECKING:
     from proteus_lm.evals.language_model import LanguageModel
 
-__all__ = ["SUITES", "MissingData", "Score", "SuiteOptions", "SuiteResult", "require_hub"]
+WHOLE = "all"
+"""The task of a suite whose other tasks are parts of it."""
+
+__all__ = ["SUITES", "WHOLE", "MissingData", "Score", "SuiteOptions", "SuiteResult", "require_hub"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,25 @@ class SuiteResult:
             return cls.from_dict(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+    def more_than(self, other: SuiteResult) -> tuple[str, ...]:
+        """What this result has and `other` has not, or of fewer samples: "task metric: 100 samples, not 2" each.
+
+        Of perplexity by position only the whole counts: its stretches follow the lengths that were asked for.
+        """
+        mine = [score for score in self.scores if score.value is not None]
+        mine = [score for score in mine if score.task == WHOLE] or mine
+        theirs = {(score.task, score.metric): score.count for score in other.scores if score.value is not None}
+        found = [(score, theirs.get((score.task, score.metric), 0)) for score in mine]
+        return tuple(f"{s.task} {s.metric}: {s.count:,} samples, not {count:,}" for s, count in found if count < s.count)
+
+    def why_nothing_ran(self) -> str | None:
+        """The reasons (the first three), where no score has a value; None where one has."""
+        if any(score.value is not None for score in self.scores):
+            return None
+        notes = {score.note: [f"{s.task} {s.metric}" for s in self.scores if s.note == score.note] for score in self.scores}
+        reasons = [f"{', '.join(names)}: {note}" for note, names in notes.items()]
+        return "; ".join(reasons[:3] + ([f"and {len(reasons) - 3} more"] if len(reasons) > 3 else []))
 
     def score(self, task: str, metric: str) -> Score:
         """The score of a task and metric.

@@ -18,6 +18,7 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
         return [list(tokenizer.encode(text)) for text in texts]
     backend.no_truncation()  # an earlier call may have left them on; transformers sets them at each call of its own
     backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
     return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=True)]
 
 
@@ -31,6 +32,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # calls change these two
+        if tokenizer.split_special_tokens:
+            content["split_special_tokens"] = True
     else:
         content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
