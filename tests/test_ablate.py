@@ -1,6 +1,7 @@
 """Ablation over a key with seeds: runs made once, differences paired by seed, wrong plans refused before any work."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,64 @@ def test_a_value_that_cannot_be_is_refused_before_anything_is_trained(work):
         plan(work, values=(1, 1000))
     with pytest.raises(RecipeError, match="did you mean"):
         plan(work, key="model.memory_block")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"key": "data.context", "values": (32, 60000)},
+            r"data\.context = 60000, seed 0: the context of 60000 tokens is longer than",
+        ),
+        ({"key": "train.batch_size", "values": (2, 100000)}, r"train\.batch_size = 100000, seed 0: .* fewer than one global batch"),
+        ({"key": "model.vocab_size", "values": (257, 100)}, r"model\.vocab_size = 100, seed 0: .* has 257 tokens"),
+        ({"key": "train.device", "values": ("cpu", "cuda")}, r"train\.device = cuda, seed 0: .* sees no CUDA device"),
+        ({"context": 1000}, r"--context 1000 reads 32001 tokens in a window, but the longest document of the validation split"),
+        ({"overrides": ("data.path=nothing-here",)}, "nothing-here"),
+    ],
+)
+def test_what_machine_recipe_and_data_do_not_allow_is_known_before_anything_is_trained(work, tmp_path, monkeypatch, changes, says):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(module, "train", lambda *a, **k: pytest.fail("trained"))
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        ablate(plan(work, **changes), tmp_path / "out", say=lambda text: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_without_a_validation_split_are_refused_before_anything_is_trained(work, tmp_path, monkeypatch):
+    prepare(work / "texts", "byte", tmp_path / "data", validation_fraction=0, progress=False)
+    monkeypatch.setattr(module, "train", lambda *a, **k: pytest.fail("trained"))
+    with pytest.raises(RecipeError, match=r"seed 0: .* has no split 'validation'"):
+        ablate(plan(work, overrides=(f"data.path={tmp_path}/data",)), tmp_path / "out", say=lambda text: None)
+
+
+def test_runs_trained_on_other_data_at_the_same_place_are_refused_before_anything_is_trained(work, tmp_path, monkeypatch):
+    shutil.copytree(work / "data", tmp_path / "data")
+    on_copy = {"overrides": (f"data.path={tmp_path}/data",), "seeds": (0,)}
+    ablate(plan(work, values=(1,), **on_copy), tmp_path / "out", say=lambda text: None)
+    prepare(work / "texts", "byte", tmp_path / "data", validation_fraction=0.5, progress=False, overwrite=True)
+    monkeypatch.setattr(module, "train", lambda *a, **k: pytest.fail("trained"))
+    with pytest.raises(
+        RecipeError, match=r"blocks-1-seed-0 was trained on other data \(the data .*: \w{12} in the run, \w{12} at .*--out"
+    ):
+        ablate(plan(work, values=(4, 1), **on_copy), tmp_path / "out", say=lambda text: None)
+
+
+@pytest.mark.parametrize("other", ["checkpoint", "data"])
+def test_a_measurement_of_another_checkpoint_or_of_other_data_is_made_again(work, tmp_path, done, other):
+    run = shutil.copytree(work / "out" / "memory_blocks-1-seed-0", tmp_path / "run")
+    kept = run / "evals" / module.MEASURED
+    content = json.loads(kept.read_text())
+    kept.write_text(json.dumps(content | {"found": content["found"] | {"loss": -1.0}}))
+    assert module._measure(plan(work), run, "cpu")["loss"] == -1  # nothing has changed: it is read
+    if other == "checkpoint":
+        shutil.rmtree(run / "checkpoints")
+        shutil.copytree(work / "out" / "memory_blocks-1-seed-1" / "checkpoints", run / "checkpoints")
+    else:
+        prepare(work / "texts", "byte", tmp_path / "data", validation_fraction=0.5, progress=False)
+        recipe = run / "recipe.yaml"
+        recipe.write_text(recipe.read_text().replace(f"{work}/data", f"{tmp_path}/data"))
+    assert module._measure(plan(work), run, "cpu")["loss"] > 0
 
 
 def test_runs_of_another_recipe_in_the_folder_are_refused_before_anything_is_trained(work, done, monkeypatch):

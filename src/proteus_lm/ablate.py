@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from proteus_lm.data.files import make_folder, write_json, write_text
+from proteus_lm.data.dataset import TokenDataset
+from proteus_lm.data.files import file_sha256, make_folder, write_json, write_text
 from proteus_lm.evals import evaluate
 from proteus_lm.evals.provenance import versions
 from proteus_lm.evals.statistics import Estimate, over_seeds
@@ -25,10 +26,11 @@ from proteus_lm.report.html import to_html
 from proteus_lm.report.suite_figures import draw_ablation
 from proteus_lm.report.suite_tables import ablation_table
 from proteus_lm.report.tables import quote
-from proteus_lm.run import Run
+from proteus_lm.run import EVALS, TRAINER, Run
+from proteus_lm.train.checkpoint import about_checkpoint
 from proteus_lm.train.loop import train
 from proteus_lm.train.recipe import Recipe, RecipeError, load_recipe
-from proteus_lm.train.setup import validation_context
+from proteus_lm.train.setup import check_machine, fingerprint, open_inputs, other_data, validation_context
 
 SUITE, VERSION = "fig3", "1"
 MEASURED = "ablation.json"
@@ -110,12 +112,16 @@ def ablate(plan: Ablation, out: Path, *, made_by: str = "", say: Say = print, de
     Runs are OUT/KEY-VALUE-seed-SEED. A run that is finished is used as it is; one that was stopped goes on.
 
     Raises:
-        RecipeError: for a run in OUT that another recipe made, before anything is trained.
+        RecipeError: before anything is trained, for a run in OUT that another recipe or other data made, and for one that machine,
+            recipe and data do not allow.
         What `train` raises.
     """
     check_drawing()
     wanted = [(value, seed, out / plan.folder(value, seed), plan.load(value, seed)) for value in plan.values for seed in plan.seeds]
-    done = {folder: _finished(folder, recipe) for _, _, folder, recipe in wanted}
+    done = {
+        folder: _finished(folder, recipe, _check(plan, f"{plan.key} = {_text(value)}, seed {seed}", recipe))
+        for value, seed, folder, recipe in wanted
+    }
     make_folder(out)
     rows = []
     for value, seed, folder, recipe in wanted:
@@ -176,8 +182,23 @@ def _verdict(difference: Estimate) -> str:
     return "worse" if difference.mean > 0 else "better"
 
 
-def _finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether a run is there and at its end. Raises RecipeError when another recipe made it."""
+def _check(plan: Ablation, name: str, recipe: Recipe) -> dict[str, Any]:
+    """What a checkpoint of a run would say of its recipe and data (`setup.Inputs.about`).
+
+    Raises:
+        RecipeError: what its training or its measurement would raise, as far as machine, recipe and data tell that now.
+    """
+    try:
+        check_machine(recipe)
+        inputs = open_inputs(recipe)
+        _window(plan, recipe, TokenDataset(recipe.data.path, "validation"))
+    except ValueError as error:
+        raise RecipeError(f"{name}: {error}") from error
+    return inputs.about
+
+
+def _finished(folder: Path, recipe: Recipe, about: dict[str, Any]) -> bool:
+    """Whether a run is there and at its end. Raises RecipeError when another recipe, or other data than `about` says, made it."""
     if not (folder / "recipe.yaml").is_file():
         return False
     run = Run.open(folder)
@@ -191,16 +212,43 @@ def _finished(folder: Path, recipe: Recipe) -> bool:
     ]
     if different:
         raise RecipeError(f"{folder} was made by another recipe ({'; '.join(different)}); choose another --out, or remove it")
-    return bool(run.steps) and run.steps[-1] >= recipe.train.steps
+    if not run.steps:
+        return False
+    # The data folder may have been filled anew since: runs of one seed would no longer share their batches.
+    checkpoint = run.checkpoint()
+    different = other_data(about_checkpoint(checkpoint), about, recipe.data.path)
+    if different:
+        raise RecipeError(
+            f"{folder} was trained on other data ({'; '.join(different)}), and runs are paired on the same batches; choose another "
+            "--out, remove it, or prepare the data again as they were"
+        )
+    return _step(checkpoint) >= recipe.train.steps
+
+
+def _window(plan: Ablation, recipe: Recipe, validation: TokenDataset) -> int:
+    """Predictions in a window of the measurement. Raises RecipeError when no document holds one."""
+    if plan.context == 1:
+        return validation_context(recipe, validation)
+    context, longest = plan.context * recipe.data.context, validation.longest_document
+    if longest <= context:
+        raise RecipeError(
+            f"--context {plan.context} reads {context + 1} tokens in a window, but the longest document of the validation split of "
+            f"{recipe.data.path} has {longest}; use a smaller --context, or longer documents"
+        )
+    return context
 
 
 def _measure(plan: Ablation, folder: Path, device: str) -> dict[str, Any]:
-    """Validation loss of a finished run; kept in RUN/evals/ablation.json, and read from there when it was asked alike."""
+    """Validation loss of a finished run; kept in RUN/evals/ablation.json, and read from there when it was asked alike.
+
+    "Alike" is of the same checkpoint (SHA-256 of its trainer.json, which has those of its other files) on the same data.
+    """
     run = Run.open(folder)
-    validation = run.dataset("validation")
-    context = plan.context * run.recipe.data.context if plan.context > 1 else validation_context(run.recipe, validation)
-    asked = {"step": run.steps[-1], "max_tokens": plan.max_tokens, "context": context}
-    file = folder / "evals" / MEASURED
+    validation, checkpoint = run.dataset("validation"), run.checkpoint()
+    context = _window(plan, run.recipe, validation)
+    asked = {"step": _step(checkpoint), "max_tokens": plan.max_tokens, "context": context}
+    asked |= {"checkpoint": file_sha256(checkpoint / TRAINER), "data": fingerprint(validation)}
+    file = folder / EVALS / MEASURED
     kept = _kept(file)
     if kept is not None and kept.get("asked") == asked and "found" in kept:
         return kept["found"]
@@ -218,6 +266,10 @@ def _measure(plan: Ablation, folder: Path, device: str) -> dict[str, Any]:
     make_folder(file.parent)
     write_json(file, {"asked": asked, "found": found})
     return found
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _kept(file: Path) -> dict[str, Any] | None:

@@ -8,6 +8,8 @@ RUN/tensorboard/                the same as scalars
 RUN/checkpoints/step-00000350/  a Hugging Face model folder (config.json, model.safetensors, tokenizer files), plus
                                 optimizer.safetensors (moments, random states) and trainer.json (step, size and SHA-256 of files)
 RUN/nonfinite/                  batches that gave a loss or gradient that is not finite
+RUN/evals/                      results of `proteus eval --suite`, and the loss that `proteus ablate` measured
+RUN/inspect/                    what `proteus inspect` wrote
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 
 RECIPE, SESSIONS, PARAMETERS, METRICS = "recipe.yaml", "sessions.jsonl", "parameters.json", "metrics.jsonl"
 TENSORBOARD, CHECKPOINTS, NONFINITE = "tensorboard", "checkpoints", "nonfinite"
-CONTENTS = (RECIPE, SESSIONS, PARAMETERS, METRICS, TENSORBOARD, CHECKPOINTS, NONFINITE)
+EVALS, INSPECT = "evals", "inspect"
+# In the order of their removal: what speaks of checkpoints before these, and the recipe, by which a run is known, last.
+CONTENTS = (EVALS, INSPECT, SESSIONS, PARAMETERS, METRICS, TENSORBOARD, CHECKPOINTS, NONFINITE, RECIPE)
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 
 

@@ -248,6 +248,17 @@ def test_a_run_that_is_there_is_refused_or_removed_only_when_asked(recipe, tmp_p
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
+def test_a_restart_removes_what_was_found_of_the_run_before(recipe, tmp_path):
+    train(recipe(steps=2), tmp_path / "run")
+    for name in ("evals/fig4.json", "inspect/inspect.json"):
+        (tmp_path / "run" / name).parent.mkdir()
+        (tmp_path / "run" / name).write_text("{}")
+    train(recipe(steps=2), tmp_path / "run")
+    assert (tmp_path / "run" / "evals" / "fig4.json").exists()  # going on removes nothing
+    train(recipe(steps=2), tmp_path / "run", resume="restart")
+    assert not (tmp_path / "run" / "evals").exists() and not (tmp_path / "run" / "inspect").exists()
+
+
 def test_a_folder_that_is_no_run_is_left_alone(recipe, tmp_path):
     (tmp_path / "photo.jpg").write_text("x")
     for resume in ("auto", "restart"):
@@ -273,6 +284,16 @@ def test_a_finished_run_has_nothing_to_do(recipe, tmp_path, capsys):
     before = train(recipe(), tmp_path / "run").metrics()
     assert train(recipe(), tmp_path / "run").metrics() == before
     assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stop_at", [None, 5])
+def test_a_command_without_a_step_to_do_leaves_every_file_as_it_is(recipe, tmp_path, capsys, stop_at):
+    run = train(recipe(steps=8, lr=5e-4), tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    again = train(recipe(steps=6 if stop_at is None else 10), tmp_path / "run", stop_at=stop_at)
+    assert "nothing to do: the run is at step 8 of" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    assert (again.recipe.train.steps, again.recipe.train.lr) == (8, 5e-4)
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(recipe, tmp_path, capsys):

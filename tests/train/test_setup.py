@@ -56,7 +56,8 @@ def test_wandb_that_is_not_installed_is_said_before_anything_is_written(recipe, 
     assert not (tmp_path / "run").exists()
 
 
-def test_ids_outside_the_vocabulary_name_the_shard_and_the_remedy(recipe, data, tmp_path):
+def test_ids_outside_the_vocabulary_name_the_shard_and_the_remedy(recipe, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("proteus_lm.data.dataset.COMPARED", 0)  # as for a large split
     shutil.copytree(data, tmp_path / "data")
     shard = next((tmp_path / "data/train").glob("*.bin"))
     shard.write_bytes(b"\xff" * shard.stat().st_size)
@@ -99,6 +100,18 @@ def test_a_truncated_shard_is_an_error(recipe, data, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-4])
     with pytest.raises(ValueError, match=shard.name):
         train(recipe(path=str(tmp_path / "data")), tmp_path / "run")
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_changed_shard_is_an_error_before_a_run_begins_and_when_it_goes_on(recipe, data, tmp_path, split):
+    shutil.copytree(data, tmp_path / "data")
+    train(recipe(path=str(tmp_path / "data")), tmp_path / "run", stop_at=2)
+    shard = next((tmp_path / "data" / split).glob("*.bin"))
+    shard.write_bytes(b"A\0" * 20 + shard.read_bytes()[40:])
+    for run in ("run", "new"):
+        with pytest.raises(ValueError, match=rf"{split}/{shard.name} is damaged: its SHA-256 is not the manifest's"):
+            train(recipe(path=str(tmp_path / "data")), tmp_path / run)
+    assert not (tmp_path / "new").exists()
 
 
 def test_moved_data_are_the_same_data_and_other_data_are_not(recipe, data, tmp_path):

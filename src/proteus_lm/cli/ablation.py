@@ -26,7 +26,7 @@ def ablate(
     """Train a recipe at several values of one key, several seeds each, and compare (the paper's Figure 3).
 
     The first value is what the others are compared with, seed by seed. Runs that are finished are used as they are, and the same
-    command goes on with what was stopped.
+    command goes on with what was stopped; runs of another recipe or of other data in the folder are refused.
     Example: proteus ablate recipes/demo-titans-e8.yaml --over model.memory_blocks=1,4,8,16 --seeds 0,1,2 --out runs/blocks
 
     Args:

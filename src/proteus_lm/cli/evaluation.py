@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -60,6 +61,7 @@ def evaluate(
     offline: bool = False,
     cache: Path | None = None,
     out: Path | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Perplexity of a run by position and past the context it was trained with; with --suite, a table or figure of the paper.
 
@@ -67,7 +69,8 @@ def evaluate(
     Example: proteus eval runs/e8 --context 1x 2x 4x
 
     With --suite: any run of ours, or any causal model of Hugging Face (a folder or a name on the hub). The scores are printed and
-    written to RUN/evals/SUITE.json with the command, versions, settings and raw rows. Nothing is cut in silence.
+    written to RUN/evals/SUITE.json with the command, versions, settings and raw rows. Nothing is cut in silence. A result of fewer
+    tasks, lengths or samples does not take the place of the one that is there: it is written beside it, to SUITE.2.json.
     Example: proteus eval runs/e8 --suite table2 --lengths 4K 8K 16K --samples 100
 
     Args:
@@ -96,6 +99,7 @@ def evaluate(
         offline: (suite) Do not ask the hub.
         cache: (suite) Folder that keeps generated samples for the next run.
         out: (suite) Folder for the results; by default RUN/evals.
+        overwrite: (suite) Replace a result that is there already, whatever it holds.
     """
     no_bars()
     windows = (
@@ -107,6 +111,7 @@ def evaluate(
     of_suites = (
         *(("--data", data, None), ("--tasks", tasks, ()), ("--limit", limit, None), ("--lengths", lengths, ())),
         *(("--samples", samples, None), ("--seed", seed, 0), ("--dtype", dtype, "float32"), ("--out", out, None)),
+        ("--overwrite", overwrite, False),
         *(("--allow-truncation", allow_truncation, False), ("--offline", offline, False), ("--cache", cache, None)),
     )
     _refuse(of_suites, "with") if suite is None else _refuse(windows, "without")
@@ -118,7 +123,7 @@ def evaluate(
         options = _suite_options(data, limit, lengths, samples, seed, allow_truncation, offline, cache, tasks)
         model = _open(run, step, choose_device(device), dtype, batch_size, chunk, allow_truncation)
         spread(model.model, memory_policy, memory_context)
-        _suites(model, run, suite, options, out or _results_folder(run), json)
+        _suites(model, run, suite, options, out or _results_folder(run), overwrite, json)
         return
     from proteus_lm.evals import evaluate as evaluate_model
     from proteus_lm.report.collect import bytes_per_token
@@ -224,10 +229,12 @@ def _open(
 
 def _results_folder(run: Path) -> Path:
     """RUN/evals, or for a name on the hub evals/NAME here."""
-    return run / "evals" if run.is_dir() else Path("evals") / str(run).replace("/", "--")
+    from proteus_lm.run import EVALS
+
+    return run / EVALS if run.is_dir() else Path(EVALS) / str(run).replace("/", "--")
 
 
-def _suites(model: LanguageModel, run: Path, suite: str, options: SuiteOptions, out: Path, as_json: bool) -> None:
+def _suites(model: LanguageModel, run: Path, suite: str, options: SuiteOptions, out: Path, overwrite: bool, as_json: bool) -> None:
     """Run one suite, or all; each is saved as soon as it is done. A suite that fails in `all` says so and the others go on."""
     from proteus_lm.data.files import make_folder
     from proteus_lm.evals.provenance import with_provenance
@@ -236,23 +243,52 @@ def _suites(model: LanguageModel, run: Path, suite: str, options: SuiteOptions, 
     if suite == "all" and options.tasks is not None:
         raise ValueError(f"--tasks {' '.join(options.tasks)} chooses among the tasks of one suite; name it in place of all")
     make_folder(out)  # before the work: a folder that cannot be made would lose its result
-    failed = []
-    for name in SUITES if suite == "all" else (suite,):
+    names, failed = tuple(SUITES) if suite == "all" else (suite,), []
+    there = {} if overwrite else {name: _earlier(out / f"{name}.json") for name in names}
+    for name in names:
         try:
             chosen = _own_documents(options, run) if name == "fig4" else options
             result = with_provenance(SUITES[name](model, chosen), model, chosen)
+            if (why := result.why_nothing_ran()) is not None:
+                raise ValueError(f"nothing of {name} ran, and nothing is written: {why}")
         except (ValueError, ImportError, ArithmeticError, RuntimeError) as error:  # a device out of memory is the last
             if suite != "all":
                 raise
             failed.append(f"{name}: {' '.join(str(error).split())}")
             continue
-        path = out / f"{name}.json"
+        path = _place(out / f"{name}.json", there.get(name), result)
         result.save(path)
         print_json(result.to_dict()) if as_json else print(f"{_describe_suite(result)}\nwritten    {path}\n")
     for line in failed:
         say(f"not run: {line}")
     if failed:
         raise ValueError(f"{len(failed)} of {len(SUITES)} suites could not run; the others are in {out}")
+
+
+def _earlier(path: Path) -> SuiteResult | None:
+    """The result that is at a place already. Raises ValueError, before any work, for a file that is none."""
+    from proteus_lm.evals.suite import SuiteResult
+
+    if not path.exists():
+        return None
+    try:
+        return SuiteResult.load(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is there and is no result of a suite; it is left alone: choose another --out, or use --overwrite"
+        ) from error
+
+
+def _place(path: Path, earlier: SuiteResult | None, result: SuiteResult) -> Path:
+    """Where to save a result: `path`, or a free name beside it where what is there would lose tasks or samples; says so then."""
+    lost = () if earlier is None else earlier.more_than(result)
+    if not lost:
+        return path
+    free = next(p for p in (path.with_name(f"{path.stem}.{n}.json") for n in count(2)) if not p.exists())
+    more = f"; and {len(lost) - 2} more" if len(lost) > 3 else ""
+    what = "; ".join(lost[: 2 if more else None]) + more
+    say(f"{path} holds more ({what}) and stays; this result goes to {free}. To replace it, use --overwrite")
+    return free
 
 
 def _own_documents(options: SuiteOptions, run: Path) -> SuiteOptions:

@@ -48,8 +48,9 @@ def examine(
         json: Print the JSON instead of the tables.
     """
     from proteus_lm.report.inspect import Look, inspect_run
+    from proteus_lm.run import INSPECT
 
     no_bars()
     look = Look(step, split, length, windows, pairs, looks, check_seed(seed), rows, task_length, choose_device(device))
-    found = inspect_run(run, out or run / "inspect", look, made_by=command_line())
+    found = inspect_run(run, out or run / INSPECT, look, made_by=command_line())
     print_json(found.raw) if json else print(found.text)

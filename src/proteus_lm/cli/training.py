@@ -30,7 +30,8 @@ def train(
         overrides: Fields that replace the recipe's, such as train.lr=1e-3 model.memory_blocks=4; --set can be given
             several times, each field once.
         out: Run folder to write; by default runs/ and the recipe's name.
-        resume: auto goes on with the run in the folder if there is one; never refuses; restart removes it and begins again.
+        resume: auto goes on with the run in the folder if there is one; never refuses; restart removes it, its evals
+            and inspect folders too, and begins again.
         stop_at: Stop after this step and save, although the recipe has more.
     """
     from proteus_lm.train.loop import train as train_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,17 @@ class Entry:
         name: what it is called in tables.
         results: by suite.
         files: where each was saved.
+        marks: by suite, what a reader has to know of the checkpoint behind a result; none where it is the run's newest.
     """
 
     name: str
     results: Mapping[str, SuiteResult]
     files: Mapping[str, Path] = field(default_factory=dict)
+    marks: Mapping[str, str] = field(default_factory=dict)
+
+    def marked(self, suite: str) -> Entry:
+        """The same with the mark of a suite behind its name, as tables and figures of that suite show it."""
+        return replace(self, name=f"{self.name} ({self.marks[suite]})") if suite in self.marks else self
 
     @property
     def config(self) -> Mapping[str, Any]:

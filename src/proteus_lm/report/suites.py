@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from proteus_lm.data.files import make_folder, write_json, write_text
+from proteus_lm.config import ProteusConfig
+from proteus_lm.data.files import file_sha256, make_folder, write_json, write_text
 from proteus_lm.evals.positions import paired_raw
 from proteus_lm.evals.suite import SuiteResult
 from proteus_lm.report.build import run_names
@@ -16,6 +18,7 @@ from proteus_lm.report.paper import IN_WORDS, PAPER, Paper
 from proteus_lm.report.suite_figures import draw_ablation, draw_by_length, draw_needles, draw_positions
 from proteus_lm.report.suite_tables import TITLES, Entry, ablation_table, positions_tables, suite_tables
 from proteus_lm.report.tables import quote
+from proteus_lm.run import EVALS, RECIPE, TRAINER, Run, checkpoint_path
 
 SIZES = ("760M", "1.3B")
 PAGE = "paper"
@@ -44,16 +47,18 @@ def collect(runs: Sequence[Path], results: Sequence[Path] = (), names: Sequence[
 
     Raises:
         FileNotFoundError: for a run or a file that is not there.
-        ValueError: for a file that holds no results or not all that its figure needs, or two files with one suite of one model.
+        ValueError: for a file that holds no results or not all that its figure needs, two files with one suite of one model, or
+            a result in a run's folder that is of other weights than the run's.
     """
     entries = []
     for run in runs:
         if not run.is_dir():
             raise FileNotFoundError(f"no folder {run}; give the folder of a run, or single files of results with --results")
     for run, name in zip(runs, names or (run_names(runs) if runs else []), strict=True):
-        files = [path for path in sorted((run / "evals").glob("*.json")) if path.stem in TITLES]
+        files = [path for path in sorted((run / EVALS).glob("*.json")) if path.stem in TITLES]
         if files:
-            entries.append(_entry(name, files))
+            entry = _entry(name, files)
+            entries.append(replace(entry, marks=_marks(Run.open(run), entry)) if (run / RECIPE).is_file() else entry)
     by_model: dict[str, list[Path]] = {}
     for path in results:
         by_model.setdefault(SuiteResult.load(path).model, []).append(path)
@@ -69,6 +74,46 @@ def _entry(name: str, files: Sequence[Path]) -> Entry:
             raise ValueError(f"{name} has {result.suite} twice, once in {path}; give it once")
         _check_extra(path, result)
     return Entry(name, {result.suite: result for _, result in loaded}, {result.suite: path for path, result in loaded})
+
+
+def _marks(run: Run, entry: Entry) -> dict[str, str]:
+    """What to say of results that are not of the run's newest checkpoint, by suite.
+
+    Raises:
+        ValueError: naming the file, for a result of another model than the run's, or of other weights than it has at that step.
+    """
+    try:
+        newest = run.checkpoint()
+    except (FileNotFoundError, ValueError):  # none, or none that is whole: its results are all there is
+        newest = None
+    marks = {}
+    for suite, result in entry.results.items():
+        about = result.extra.get("provenance", {})
+        made = about.get("checkpoint")
+        if suite == "fig3":  # of many runs
+            continue
+        wrong = [] if newest is None else _other_fields(about.get("config", {}), newest)
+        folder = None if made is None else checkpoint_path(run.path, made["step"])
+        there = folder is not None and (folder / TRAINER).is_file()
+        if made is not None and folder is not None and there and file_sha256(folder / TRAINER) != made["sha256"]:
+            wrong.append(f"{TRAINER} of {folder} has another SHA-256 than the {made['sha256'][:12]} it was made of")
+        if wrong:
+            raise ValueError(
+                f"{entry.files[suite]} is not of the model that is in {run.path} now ({'; '.join(wrong)}); run `{result.command}` "
+                "again, or remove the file"
+            )
+        if folder is None:  # by a version that did not record it
+            marks[suite] = f"made of {result.model}, weights not recorded"
+        elif newest is None or folder.name != newest.name:
+            marks[suite] = f"{folder.name}{'' if there else ', gone'}; newest: {'none' if newest is None else newest.name}"
+    return marks
+
+
+def _other_fields(config: Mapping[str, Any], checkpoint: Path) -> list[str]:
+    """How the configuration in a result is not that of a checkpoint; over what length blocks open is an evaluation's choice."""
+    own = ProteusConfig.from_pretrained(checkpoint)
+    pairs = {name: (value, getattr(own, name, value)) for name, value in config.items() if name != "memory_policy"}
+    return [f"{name} is {there!r} there and {here!r} here" for name, (there, here) in pairs.items() if there != here]
 
 
 def _check_extra(path: Path, result: SuiteResult) -> None:
@@ -103,7 +148,7 @@ def build_page(entries: Sequence[Entry], out: Path, *, paper: Paper = PAPER, siz
     make_folder(out)
     parts, files = ["# The paper's tables and figures", _preface(size)], []
     for suite, title in TITLES.items():
-        mine = [entry for entry in entries if suite in entry.results]
+        mine = [entry.marked(suite) for entry in entries if suite in entry.results]
         if not mine:
             continue
         parts.append(f"## {title}")
@@ -128,7 +173,8 @@ def _preface(size: str) -> str:
         "Our cells: value ± standard error (n samples, in Figure 4 tokens; how many were truncated if any). Paper columns: what "
         f"the paper (Proteus, arXiv 2608.16844v1) prints for the model of the same kind, of {size} in Table 1; Tables 2 and 3 do "
         "not say their size. The paper's models are far larger and trained on other data than most of ours: the columns stand side "
-        "by side to be read, not to be subtracted."
+        "by side to be read, not to be subtracted. A checkpoint behind a model's name says that the numbers are not of its run's "
+        "newest one."
     )
 
 

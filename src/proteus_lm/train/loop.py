@@ -14,17 +14,15 @@ from typing import cast
 import torch
 
 from proteus_lm.config import ProteusConfig
-from proteus_lm.data.dataset import TokenDataset
-from proteus_lm.data.loader import Loader
 from proteus_lm.model import ProteusForCausalLM
 from proteus_lm.run import PARAMETERS, RECIPE, SESSIONS, Run
 from proteus_lm.train import setup
 from proteus_lm.train.checkpoint import check_space, full_disk, load_checkpoint, newest_complete
 from proteus_lm.train.graph import GraphedPiece
-from proteus_lm.train.metrics import Metrics, Screen, require_wandb, said_once
+from proteus_lm.train.metrics import Metrics, Screen, said_once
 from proteus_lm.train.optimizer import decay_groups, make_optimizer
 from proteus_lm.train.ranks import Ranks
-from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe
+from proteus_lm.train.recipe import Recipe
 from proteus_lm.train.step import Piece
 from proteus_lm.train.trainer import Trainer
 
@@ -50,13 +48,12 @@ def train(recipe: Recipe, out: str | Path, *, resume: str = "auto", stop_at: int
     """
     if stop_at is not None and stop_at < 1:
         raise ValueError(f"stop_at is {stop_at}; it must be at least 1, or left out to train to the recipe's end")
-    device = setup.choose_device(recipe.train)
-    setup.check_graph(recipe, device)
-    if recipe.train.wandb is not None:
-        require_wandb()
+    device = setup.check_machine(recipe)
     out = Path(out)
     with setup.ambient(recipe.train, device), full_disk(out), said_once(), contextlib.ExitStack() as stack:
         trainer = _prepare(recipe, out, resume, device, stack)
+        if trainer.ranks.first and trainer.progress.step < trainer.end(stop_at):  # without a step to do, a run stays as it is
+            _open_run(trainer, stack)
         trainer.go(stop_at)
     return Run.open(out)
 
@@ -65,21 +62,8 @@ def _prepare(recipe: Recipe, out: Path, resume: str, device: torch.device, stack
     """Everything that can fail before the first step; the run directory is touched last."""
     ranks = Ranks.start(device)
     stack.callback(ranks.leave)
-    options = recipe.train
-    rows, micro = _rows(options, ranks.world_size)
-    dataset = TokenDataset(recipe.data.path, "train")
-    tokenizer = dataset.tokenizer
-    recipe = setup.resolve(recipe, tokenizer)
-    loader = Loader(
-        dataset,
-        batch_size=rows,
-        context=recipe.data.context,
-        seed=options.seed,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        allow_short_documents=recipe.data.allow_short_documents,
-    )
-    validation = TokenDataset(recipe.data.path, "validation") if options.validate_tokens else None
+    inputs = setup.open_inputs(recipe, ranks.rank, ranks.world_size)
+    recipe, options = inputs.recipe, inputs.recipe.train
     torch.manual_seed(options.seed)
     model = ProteusForCausalLM(ProteusConfig(**recipe.model))
     model.to(ranks.device)  # pyright: ignore[reportArgumentType] - transformers wraps `to`, and its type with it
@@ -101,30 +85,18 @@ def _prepare(recipe: Recipe, out: Path, resume: str, device: torch.device, stack
         piece=piece,
         optimizer=make_optimizer(model, groups, options),
         groups=groups,
-        loader=loader,
-        micro=micro,
-        probe=loader.batch(0).tokens[:1, :-1].to(ranks.device),
-        validation=validation,
-        validation_context=0 if validation is None else setup.validation_context(recipe, validation),
-        tokenizer=tokenizer,
-        about={"recipe": recipe.to_dict(), "tokenizer": tokenizer.hash, "data": setup.fingerprint(dataset)},
+        loader=inputs.loader,
+        micro=inputs.micro,
+        probe=inputs.loader.batch(0).tokens[:1, :-1].to(ranks.device),
+        validation=inputs.validation,
+        validation_context=inputs.validation_context,
+        tokenizer=inputs.tokenizer,
+        about=inputs.about,
         screen=Screen(options.steps, quiet=not ranks.first),
     )
     stack.callback(trainer.screen.close)
     _begin(trainer, resume, stack)
     return trainer
-
-
-def _rows(options: TrainRecipe, world_size: int) -> tuple[int, int]:
-    """Rows of one process in an optimiser step, and in one of its micro-batches. Raises RecipeError when they do not go up."""
-    rows, rest = divmod(options.batch_size, world_size)
-    micro = options.micro_batch_size or rows
-    if rest or rows % micro:
-        raise RecipeError(
-            f"train.batch_size {options.batch_size} over {world_size} processes is {rows} rows each (rest {rest}), which must be "
-            f"whole micro-batches of {micro}; change train.batch_size or train.micro_batch_size"
-        )
-    return rows, micro
 
 
 def _begin(trainer: Trainer, resume: str, stack: contextlib.ExitStack) -> None:
@@ -144,8 +116,6 @@ def _begin(trainer: Trainer, resume: str, stack: contextlib.ExitStack) -> None:
             screen.say(f"changed since the run began: {line}")
         trainer.progress = load_checkpoint(start, trainer.model, trainer.optimizer, trainer.groups)
         screen.say(f"continuing {out} from step {trainer.progress.step} of {trainer.recipe.train.steps}")
-    if ranks.first:
-        _open_run(trainer, stack)
 
 
 def _open_run(trainer: Trainer, stack: contextlib.ExitStack) -> None:

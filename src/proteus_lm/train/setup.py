@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,92 @@ import torch
 from proteus_lm.config import ProteusConfig
 from proteus_lm.data.dataset import TokenDataset
 from proteus_lm.data.files import make_folder
+from proteus_lm.data.loader import Loader
 from proteus_lm.data.tokenizer import Tokenizer
 from proteus_lm.hope import update_schedule
 from proteus_lm.run import CONTENTS, RECIPE
 from proteus_lm.schedule import ActivationSchedule
 from proteus_lm.train.checkpoint import about_checkpoint, newest_complete, remove_leftovers
+from proteus_lm.train.metrics import require_wandb
 from proteus_lm.train.optimizer import learning_rate
 from proteus_lm.train.recipe import Recipe, RecipeError, TrainRecipe, make_recipe, model_fields
 
 RESUME = ("auto", "never", "restart")
 # A run continues only where these are as they were; the rest of a recipe may change between sessions.
 _FIXED = ("train.seed", "train.batch_size")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, opened and checked against its recipe.
+
+    Args:
+        recipe: with what the data decide (`resolve`).
+        loader: of this process. micro: rows of one of its micro-batches.
+        validation: None for a recipe that never validates; validation_context: predictions in a window of it.
+        about: what a checkpoint keeps of them, with which a resume must agree.
+    """
+
+    recipe: Recipe
+    tokenizer: Tokenizer
+    loader: Loader
+    micro: int
+    validation: TokenDataset | None
+    validation_context: int
+    about: dict[str, Any]
+
+
+def check_machine(recipe: Recipe) -> torch.device:
+    """The device of a run. Raises RecipeError or ValueError for what this machine lacks of what the recipe asks for."""
+    device = choose_device(recipe.train)
+    check_graph(recipe, device)
+    if recipe.train.wandb is not None:
+        require_wandb()
+    return device
+
+
+def open_inputs(recipe: Recipe, rank: int = 0, world_size: int = 1) -> Inputs:
+    """Open the data of a recipe for one process of `world_size`; every check that needs only the two is made.
+
+    Raises:
+        RecipeError, ValueError, FileNotFoundError: for data that are not there, damaged, too short, or not the recipe's.
+    """
+    options = recipe.train
+    rows, micro = _rows(options, world_size)
+    dataset = TokenDataset(recipe.data.path, "train")
+    tokenizer = dataset.tokenizer
+    recipe = resolve(recipe, tokenizer)
+    loader = Loader(
+        dataset,
+        batch_size=rows,
+        context=recipe.data.context,
+        seed=options.seed,
+        rank=rank,
+        world_size=world_size,
+        allow_short_documents=recipe.data.allow_short_documents,
+    )
+    validation = TokenDataset(recipe.data.path, "validation") if options.validate_tokens else None
+    return Inputs(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        loader=loader,
+        micro=micro,
+        validation=validation,
+        validation_context=0 if validation is None else validation_context(recipe, validation),
+        about={"recipe": recipe.to_dict(), "tokenizer": tokenizer.hash, "data": fingerprint(dataset)},
+    )
+
+
+def _rows(options: TrainRecipe, world_size: int) -> tuple[int, int]:
+    """Rows of one process in an optimiser step, and in one of its micro-batches. Raises RecipeError when they do not go up."""
+    rows, rest = divmod(options.batch_size, world_size)
+    micro = options.micro_batch_size or rows
+    if rest or rows % micro:
+        raise RecipeError(
+            f"train.batch_size {options.batch_size} over {world_size} processes is {rows} rows each (rest {rest}), which must be "
+            f"whole micro-batches of {micro}; change train.batch_size or train.micro_batch_size"
+        )
+    return rows, micro
 
 
 def choose_device(recipe: TrainRecipe) -> torch.device:
@@ -240,9 +316,7 @@ def check_same(folder: Path, recipe: Recipe, about: dict[str, Any]) -> list[str]
     # The steps of a run place the unlocks of update blocks: a run half way through would find itself on another schedule.
     fixed = (*_FIXED, "train.steps") if recipe.model.get("update_blocks", 1) > 1 else _FIXED
     fatal = [line for key, line in lines.items() if key in fixed or key.startswith(("model.", "data."))]
-    for key, name in (("tokenizer", "the tokenizer of the data (hash)"), ("data", "the data (hash of the manifest)")):
-        if saved[key] != about[key]:
-            fatal.append(f"{name}: {saved[key][:12]} in the run, {about[key][:12]} at {recipe.data.path}")
+    fatal += other_data(saved, about, recipe.data.path)
     if fatal:
         raise RecipeError(
             f"{folder.parent.parent} was begun with another recipe: {'; '.join(fatal)}. Give the run's own recipe "
@@ -252,17 +326,26 @@ def check_same(folder: Path, recipe: Recipe, about: dict[str, Any]) -> list[str]
     return list(lines.values())
 
 
+def other_data(saved: dict[str, Any], about: dict[str, Any], path: str) -> list[str]:
+    """How the data of a checkpoint (`about_checkpoint`) are not those at `path` (`Inputs.about`), one line each."""
+    names = {"tokenizer": "the tokenizer of the data (hash)", "data": "the data (hash of the manifest)"}
+    return [
+        f"{name}: {saved[key][:12]} in the run, {about[key][:12]} at {path}"
+        for key, name in names.items()
+        if saved[key] != about[key]
+    ]
+
+
 def _model(config: Any) -> dict[str, Any]:
     """Every field of a model as JSON holds it, those that a recipe leaves out too."""
     return {name: json.loads(json.dumps(getattr(config, name))) for name in model_fields()}
 
 
 def _remove_run(run: Path) -> None:
-    """Remove what a run consists of and nothing else: the recipe last, so that a run half removed is still known as one."""
-    for name in (name for name in CONTENTS if name != RECIPE):
+    """Remove what a run consists of and nothing else; a run half removed is still known as one."""
+    for name in CONTENTS:
         path = run / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    (run / RECIPE).unlink()
 
 
 def session(device: torch.device, step: int) -> dict[str, Any]:

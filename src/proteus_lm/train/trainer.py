@@ -57,12 +57,15 @@ class Trainer:
     _since: float = field(default=0.0, init=False)
     _tokens_since: int = field(default=0, init=False)
 
+    def end(self, stop_at: int | None) -> int:
+        """The step at which `go(stop_at)` ends."""
+        return self.recipe.train.steps if stop_at is None else min(stop_at, self.recipe.train.steps)
+
     def go(self, stop_at: int | None) -> None:
         """Steps until the recipe's end, `stop_at` or a signal; the last one is saved whatever `save_every` says."""
-        options, progress = self.recipe.train, self.progress
-        end = options.steps if stop_at is None else min(stop_at, options.steps)
+        options, progress, end = self.recipe.train, self.progress, self.end(stop_at)
         if progress.step >= end:
-            self.screen.say(f"nothing to do: the run is at step {progress.step} of {options.steps}")
+            self.screen.say(f"nothing to do: the run is at step {progress.step} of {options.steps}; its files stay as they are")
         self.model.train()
         self._since, self._tokens_since = time.perf_counter(), 0
         with watch() as signals:
